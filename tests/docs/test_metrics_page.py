@@ -52,6 +52,7 @@ RUNS = {
         "policies.one.training.correction={type: tis, veto: 1e-4}",
     ),
     "all groups filtered": ("credit.filter.tol=10",),
+    "a policy that rests": ("policies.one.training.phases=[{steps: 1, train: false}, {steps: 1}]",),
     "calls that cannot be read, and more of them than the budget has": (
         "code=[tasks.py, odd_syntax.py]",
         "team.agents.solver.tools=[{type: calculator}]",

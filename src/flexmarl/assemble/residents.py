@@ -2,6 +2,7 @@
 
 engine/{policy}/{n}     one inference instance each; gets weights from the object store
 trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
+rank/{place}/0          in place of them, where policies share places: trains one policy after another
 rollout/{n}             plays episodes, if the run asks for such workers
 store/0                 on several nodes: the store's file, for trainers that are not on the controller's node
 """
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flexmarl.agents import TeamSpec
@@ -44,7 +46,9 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
 from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.training.backends.causal_lm import architecture_of, load_model
+from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.group import Rank
 from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
 
@@ -61,6 +65,8 @@ class Materials:
     """Torch's name of the device in the resident's process."""
     open_store: Callable[[], ExperienceStore]
     """Opens the run's store where a resident lives."""
+    disk: ObjectStore | None = None
+    """Files of this run, for states of training that find no room in memory; None if policies share no places."""
     thread: DeviceThread | None = None
     """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
@@ -100,22 +106,52 @@ class Materials:
         settings = self.settings
         with boundary(TrainingError, f"policies.{policy}.training: making a trainer"), training_of(policy):
             self._begin()
-            trainer = SingleProcessTrainer(
-                policy,
-                load_model(model_source(settings, policy)),
-                settings.policies[policy].training,
-                self.objects,
-                thread=self.thread or DeviceThread(f"trainer-{policy}"),
-                tokenizer=load_tokenizer(settings, policy),
-                device=self.device,
-                seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
-                deterministic=settings.deterministic,
-                rows=StoreRows(self.open_store()),
-            )
+            thread, rows = self.thread or DeviceThread(f"trainer-{policy}"), StoreRows(self.open_store())
+            trainer = self._trainer_of(policy, load_model(model_source(settings, policy)), thread, rows)
             self._made()
             if self.thread is None and self.device == "cpu":
                 lower_priority()  # Only now: until it is made, the whole run waits for it.
             return trainer
+
+    def _trainer_of(
+        self, policy: PolicyName, model: PreTrainedModel, thread: DeviceThread, rows: StoreRows
+    ) -> SingleProcessTrainer:
+        """The trainer of a policy around a model."""
+        settings = self.settings
+        return SingleProcessTrainer(
+            policy,
+            model,
+            settings.policies[policy].training,
+            self.objects,
+            thread=thread,
+            tokenizer=load_tokenizer(settings, policy),
+            device=self.device,
+            seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
+            deterministic=settings.deterministic,
+            rows=rows,
+        )
+
+    def make_rank(self, number: int) -> RankHost:
+        """Makes a rank of place `number`. It holds no policy."""
+        settings = self.settings
+        with boundary(TrainingError, f"making the rank of place {number}"):
+            self._begin()
+            thread, rows = DeviceThread(f"rank-{number}"), StoreRows(self.open_store())
+            sources = {policy: model_source(settings, policy) for policy in map(PolicyName, settings.trained)}
+            policies = {
+                policy: Trained(source=source, settings=settings.policies[policy].training)
+                for policy, source in sources.items()
+            }
+
+            def make(policy: PolicyName, model: PreTrainedModel) -> SingleProcessTrainer:
+                with training_of(policy):
+                    return self._trainer_of(policy, model, thread, rows)
+
+            rank = RankHost(policies, self.objects, make, disk=self.disk, device=self.device, thread=thread)
+            self._made()
+            if self.device == "cpu":
+                lower_priority()
+            return rank
 
     def _begin(self) -> None:
         transformers_logging.disable_progress_bar()
@@ -186,6 +222,23 @@ class RealResidents:
             devices=self._devices,
             threads=self._threads,
         )
+
+    def places(self) -> list[ResidentSpec[Rank]]:
+        """Specifies the rank of each place, where fewer policies train at once than there are; else none."""
+        settings = self.materials.settings
+        return [
+            ResidentSpec(
+                name=WorkerId.rank(number),
+                kind=ResidentKind.RANK,
+                contract=Rank,
+                make=partial(self.materials.make_rank, number),
+                error=TrainingError,
+                advice=RESUME,
+                devices=self._devices,
+                threads=self._threads,
+            )
+            for number in range(settings.shared_places)
+        ]
 
     def rollout_workers(self) -> list[ResidentSpec[RolloutWorker]]:
         """Specifies the processes that play episodes: none in a run whose only process is the controller's."""
@@ -281,9 +334,16 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
             objects.create()
             if settings.objects.memory_bytes is not None:
                 Spill.allow(leases.shared_memory(), leases.spilled(), settings.objects.memory_bytes)
+            disk = ShmObjectStore(leases.folder / "states")
+            if settings.shared_places:
+                disk.create()
             yield RealResidents(
                 materials=Materials(
-                    settings=settings, objects=objects, device=device, open_store=partial(DurableStore.join, path)
+                    settings=settings,
+                    objects=objects,
+                    device=device,
+                    open_store=partial(DurableStore.join, path),
+                    disk=disk,
                 ),
                 team=blueprint.team,
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),

@@ -36,6 +36,7 @@ from flexmarl.orchestrator.measured_lag import MeasuredLag
 from flexmarl.orchestrator.monitor import Monitor
 from flexmarl.orchestrator.per_policy import PerPolicy
 from flexmarl.orchestrator.publish import Gate, Publisher, Queues, Updates, Versions
+from flexmarl.orchestrator.references import References
 from flexmarl.orchestrator.run import Orchestrator, Pipeline, RunProgress, StopRequest
 from flexmarl.orchestrator.saving import Checkpoints, Saver
 from flexmarl.orchestrator.settings import Mode, law_of
@@ -128,6 +129,7 @@ class _Wiring:
                 admission=self.admission,
                 versions=self.versions,
                 crediting=self.crediting,
+                references=self.references,
                 events=self._events,
                 start=self._start,
             ),
@@ -295,6 +297,19 @@ class _Wiring:
             admission=self.admission,
             events=self._events,
             appraisal=Appraisal(trainers=trainers, training=training, events=self._events),
+            phases={policy: of.phases for policy, of in training.items() if of.phases},
+        )
+
+    @cached_property
+    def references(self) -> References:
+        """The part that resets the references of policies whose settings ask for it."""
+        trainers = self._world.trainers
+        kls = {policy: self._settings.policies[policy].training.kl for policy in trainers}
+        return References(
+            trainers,
+            {policy: kl.reset for policy, kl in kls.items() if kl is not None and kl.reset is not None},
+            events=self._events,
+            steps=self._start.resets if self._start else {},
         )
 
     @cached_property

@@ -40,6 +40,7 @@ from flexmarl.rollout.player import Player
 from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
 from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.tools.open_tools import RunningCalls
+from flexmarl.training.group import GroupTrainer, HostMemory, Rank
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 
@@ -121,7 +122,13 @@ async def open_world(
             assert path is not None, "settings of this world that keep the store in memory are refused"
             residents = stack.enter_context(open_ray(blueprint, path))
         world = world_of(
-            settings, store, residents, events, services=residents.services, players=residents.rollout_workers()
+            settings,
+            store,
+            residents,
+            events,
+            services=residents.services,
+            players=residents.rollout_workers(),
+            places=residents.places(),
         )
         yield await stack.enter_async_context(world)
 
@@ -136,17 +143,19 @@ async def world_of(
     make_pool: Callable[..., InferencePool] = InferencePool,
     services: Callable[[Cluster], Sequence[ResidentSpec[Any]]] = lambda cluster: [],
     players: Sequence[ResidentSpec[RolloutWorker]] = (),
+    places: Sequence[ResidentSpec[Rank]] = (),
 ) -> AsyncIterator[World]:
     """Spawns a run's residents; leaving the block ends them. The store is the caller's to close.
 
     `services` specifies what they need on the open cluster; a service that is lost is started anew.
     `players` are the rollout workers; without any, the controller plays.
+    `places` are those on which policies train in turns; without any, each has a trainer of its own.
     Cluster, pool and residency emit to `events` what happens to them.
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
     names = {policy: [InstanceId(policy, n) for n in range(settings.policies[policy].instances)] for policy in served}
     engines = [residents.engine(policy, name) for policy in served for name in names[policy]]
-    trainers = [residents.trainer(policy) for policy in trained]
+    trainers = places or [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
@@ -166,7 +175,15 @@ async def world_of(
                 workers.add(resident)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
-        of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
+        of_policies: dict[PolicyName, Trainer] = {}
+        groups: Mapping[PolicyName, ProcessGroup]
+        if places:
+            memory, ranks = HostMemory(settings.process_groups.host_bytes), [remotes[spec.name] for spec in places]
+            sharing = {policy: GroupTrainer(policy, ranks, memory) for policy in trained}
+            of_policies, groups = {**sharing}, sharing
+        else:
+            of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
+            groups = residents.process_groups(of_policies)
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
         pool = make_pool(
             {policy: [remotes[WorkerId.engine(name)] for name in names[policy]] for policy in served},
@@ -175,7 +192,6 @@ async def world_of(
             room=running,
             events=events,
         )
-        groups = residents.process_groups(of_policies)
         yield World(
             objects=residents.objects,
             store=store,
@@ -193,7 +209,12 @@ async def world_of(
 
 def _loading(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> str:
     models = ", ".join(dict.fromkeys(str(policy.model) for policy in settings.policies.values()))
-    names = {ResidentKind.ENGINE: "engine", ResidentKind.TRAINER: "trainer", ResidentKind.ROLLOUT: "rollout worker"}
+    names = {
+        ResidentKind.ENGINE: "engine",
+        ResidentKind.TRAINER: "trainer",
+        ResidentKind.RANK: "place",
+        ResidentKind.ROLLOUT: "rollout worker",
+    }
     counts = Counter(spec.kind for spec in specs)
     loaded = [f"{count} {names[kind]}{'' if count == 1 else 's'}" for kind, count in counts.items()]
     return f"loading {models}: {', '.join(loaded)}"
@@ -298,6 +319,13 @@ def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
                 TrainingError(
                     f"policy '{worker.process.policy}': the trainer's process (pid {worker.pid} on {worker.node}) "
                     f"died: {worker.because}; go on from the last checkpoint with --resume"
+                )
+            )
+        elif worker.process.kind == ResidentKind.RANK and not failed.done():
+            failed.set_exception(
+                TrainingError(
+                    f"{worker.process}: the training process of a place (pid {worker.pid} on {worker.node}) died: "
+                    f"{worker.because}; go on from the last checkpoint with --resume"
                 )
             )
 

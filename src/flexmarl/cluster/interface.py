@@ -27,6 +27,8 @@ class ResidentKind(StrEnum):
 
     ENGINE = "engine"
     TRAINER = "trainer"
+    RANK = "rank"
+    """Trains policies in turns, on one place."""
     ROLLOUT = "rollout"
     """Plays episodes."""
     STORE = "store"

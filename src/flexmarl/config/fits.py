@@ -18,10 +18,17 @@ from flexmarl.training.settings import TrainingSettings
 
 
 def evaluation_misfits(
-    evaluate: EvaluateSettings, checkpoint: CheckpointSettings, stop: StopSettings | None
+    evaluate: EvaluateSettings,
+    checkpoint: CheckpointSettings,
+    stop: StopSettings | None,
+    training: Mapping[str, TrainingSettings],
 ) -> Iterator[str]:
-    """Yields a sentence for each setting that leaves `checkpoint.best` or `stop` without evaluations to compare."""
-    compares = " and ".join(key for key, set_ in (("checkpoint.best", checkpoint.best), ("stop", stop)) if set_)
+    """Yields a sentence for each setting that leaves `checkpoint.best`, `stop` or `kl.reset` without evaluations to
+    compare. `training`: trained policies."""
+    resets = {f"policies.{name}.training.kl.reset": of.kl.reset for name, of in training.items() if of.kl is not None}
+    by_patience = [key for key, reset in resets.items() if reset is not None and reset.patience is not None]
+    asking = [key for key, set_ in (("checkpoint.best", checkpoint.best), ("stop", stop)) if set_]
+    compares = " and ".join([*asking, *by_patience])
     if not compares:
         return
     if not evaluate.tasks or not evaluate.every:
@@ -52,6 +59,7 @@ def overlap_misfits(
     yield from _policies_can_update_apart(mode, pipeline, credit)
     yield from _publications_can_wait(mode, pipeline)
     yield from _groups_can_be_replaced(mode, credit)
+    yield from _policies_can_rest(mode, training)
     if deterministic:
         yield from _bits_can_repeat(mode, credit)
 
@@ -108,6 +116,15 @@ def _groups_can_be_replaced(mode: Mode, credit: CreditSettings) -> Iterator[str]
             f"credit.filter.refill is true, but mode '{mode.value}' admits another task for every dropped "
             f"one anyway; use refill=false there"
         )
+
+
+def _policies_can_rest(mode: Mode, training: Mapping[str, TrainingSettings]) -> Iterator[str]:
+    for name, settings in training.items():
+        if settings.phases and not mode.synchronous:
+            yield (
+                f"policies.{name}.training.phases counts steps in which all policies play at one version, but in mode "
+                f"'{mode.value}' rollout goes on over their ends; use mode=microbatch, or leave phases out"
+            )
 
 
 def _steps_can_overlap(mode: Mode, pipeline: PipelineSettings) -> Iterator[str]:

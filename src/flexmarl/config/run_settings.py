@@ -196,19 +196,20 @@ class RunSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        training = {name: self.policies[name].training for name in sorted(self.trained)}
         problems = [
             *self._policies_are_used(),
             *self._costs_are_of_policies(),
             *self._timed_agents_have_replies(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
-            *evaluation_misfits(self.evaluate, self.checkpoint, self.stop),
+            *evaluation_misfits(self.evaluate, self.checkpoint, self.stop, training),
             *credit_misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
             *overlap_misfits(
                 self.mode,
                 self.pipeline,
                 self.credit,
-                {name: self.policies[name].training for name in sorted(self.trained)},
+                training,
                 deterministic=self.deterministic,
             ),
             *self._processes_can_share(),
@@ -307,13 +308,24 @@ class RunSettings(Settings):
             return
         if self.balance.rule != "none" or self.balance.start != "as_configured":
             yield from self._instances_can_move("rule" if self.balance.rule != "none" else "start")
-        for key in sorted(self.process_groups.model_fields_set):
+        at_once, policies = self.process_groups.at_once, len(self.trained)
+        if self.shared_places and self.cluster.address != "local":
+            yield (
+                f"process_groups.at_once is {at_once} with {policies} trained policies, but places that policies share "
+                f"are on one machine so far; use cluster.address=local, or process_groups.at_once=null"
+            )
+        if at_once is not None and at_once < policies and self.cluster.backend == "inline":
+            yield (
+                f"process_groups.at_once is {at_once} with {policies} trained policies, but cluster.backend=inline has "
+                f"one process for all of them; use cluster.backend=ray, or process_groups.at_once=null"
+            )
+        for key in sorted(self.process_groups.model_fields_set - {"at_once"}) if not self.shared_places else ():
             value, default = getattr(self.process_groups, key), type(self.process_groups).model_fields[key].default
             if value != default:
                 yield (
-                    f"process_groups.{key} is {value!r}, but only simulated trainers can leave their devices so far; "
-                    f"use cluster.backend=simulated, or process_groups.{key}="
-                    f"{'null' if default is None else str(default).lower()}"
+                    f"process_groups.{key} is {value!r}, but every trained policy has devices of its own; use "
+                    f"cluster.backend=ray with process_groups.at_once below {policies}, or process_groups.{key}="
+                    f"{str(default).lower()}"
                 )
 
     def _instances_can_move(self, key: str) -> Iterator[str]:
@@ -358,6 +370,12 @@ class RunSettings(Settings):
     def is_modelled(self, policy: str) -> bool:
         """True if section `simulation` says what the policy's engines answer, and when."""
         return self.cluster.backend == "simulated" or is_timed(self.policies[policy].engine)
+
+    @property
+    def shared_places(self) -> int:
+        """Number of places on which the trained policies take turns; 0 if each has a trainer of its own."""
+        at_once = self.process_groups.at_once
+        return at_once if self.cluster.backend == "ray" and at_once and at_once < len(self.trained) else 0
 
     @property
     def trained(self) -> frozenset[str]:

@@ -199,10 +199,12 @@ def samples_of(
     credit: Credit,
     values: Mapping[SampleId, Tokens] = {},
     parts: Mapping[SampleId, Mapping[str, float]] = {},
+    resting: Mapping[PolicyName, str] = {},
 ) -> tuple[Mapping[PolicyName, Sequence[CreditedTurn]], Mapping[str, Sequence[SampleId]]]:
     """The group's samples by policy, and the ids of its other turns by the reason why they are no samples.
 
-    `values` are the critic's, if there is one. `parts` are those of the reward after all terms.
+    `values` are the critic's, if there is one. `parts` are those of the reward after all terms. `resting` has the
+    reason for each policy that is not trained now, although it is at other times.
     """
     samples: dict[PolicyName, list[CreditedTurn]] = defaultdict(list)
     left_out: dict[str, list[SampleId]] = defaultdict(list)
@@ -214,7 +216,7 @@ def samples_of(
         for turn in episode.turns:
             weight, reward = weights[turn.sample_id], episode.rewards[turn.sample_id]
             if weight is None:
-                left_out["not a trained policy's turn"].append(turn.sample_id)
+                left_out[resting.get(turn.policy, "not a trained policy's turn")].append(turn.sample_id)
             elif not weight or reward is None:
                 left_out[NO_WEIGHT].append(turn.sample_id)
             else:

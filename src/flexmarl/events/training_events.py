@@ -51,6 +51,17 @@ class UpdateSkipped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rested(Event):
+    """A policy was not trained in a step, because `training.phases` lets it rest."""
+
+    name: ClassVar[str] = "rested"
+    policy: PolicyName
+    """The policy."""
+    step: int
+    """The step, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Published(Timed):
     """All instances of a policy serve new weights. `began` is when the trainer began to publish them."""
 
@@ -91,6 +102,19 @@ class DivergenceCharged(Event):
     """The reward that a unit of divergence cost in this batch."""
     next_coef: float
     """The reward that a unit of divergence will cost in the next batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceReset(Event):
+    """The reference of a policy became its present weights, and its optimiser began anew."""
+
+    name: ClassVar[str] = "reference_reset"
+    policy: PolicyName
+    """The policy."""
+    step: int
+    """Number of completed steps."""
+    version: Version
+    """The version that is now the reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class AlarmRules:
             unasked = values.get(f"filtered/{FilterReason.NO_TRAINED_TURN}", 0.0)
             yield Condition(
                 subject=policy,
-                holds=not samples,
+                holds=not samples and not values.get(f"train/{policy}/rested"),
                 value=samples,
                 steps=limit,
                 says=f"policy '{policy}' was not updated: no row of it had a weight",

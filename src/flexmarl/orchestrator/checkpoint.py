@@ -65,6 +65,8 @@ class RunState:
     """State of the estimators, e.g. running baselines, to the last bit. Empty if an older checkpoint has none."""
     evaluations: Mapping[int, Evaluation] = field(default_factory=dict)
     """Every evaluation so far, by completed steps, to the last bit (orchestrator/stopping.py)."""
+    resets: Mapping[PolicyName, int] = field(default_factory=dict)
+    """Completed steps at the last reset of each policy's reference (orchestrator/references.py)."""
 
     @property
     def replayed(self) -> tuple[GroupId, ...]:
@@ -337,13 +339,16 @@ def read_state(path: Path) -> RunState:
         before, admission = raw.pop("before"), _admission_of(raw.pop("admission"))
         memory, versions = _floats(raw.pop("memory", {})), dict(raw.pop("versions"))
         evaluations = {int(step): _evaluation_of(found) for step, found in raw.pop("evaluations", {}).items()}
-        for policy, version in versions.items():
-            _check_count(version, f"versions.{policy}")
+        resets = dict(raw.pop("resets", {}))
+        for name, counts in (("versions", versions), ("resets", resets)):
+            for policy, count in counts.items():
+                _check_count(count, f"{name}.{policy}")
         state = RunState(
             **raw,
             versions=versions,
             memory=memory,
             evaluations=evaluations,
+            resets=resets,
             before=_evaluation_of(before) if before else None,
             admission=admission,
         )

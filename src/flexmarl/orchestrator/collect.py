@@ -63,8 +63,9 @@ class Collector:
         """True if groups are credited when the batch is closed. `kept` is empty until then."""
         return self._crediting.batch_wide
 
-    def open(self) -> None:
-        """Begins a batch."""
+    def open(self, step: int = 0) -> None:
+        """Begins the batch of a step."""
+        self._crediting.begin(step)
         self._samples = {}
         self._divisors = {policy: Divisors() for policy in self._crediting.trained}
 
@@ -81,6 +82,11 @@ class Collector:
             await self._release(compared)
         self._crediting.end_batch()
         return self._divisors
+
+    @property
+    def resting(self) -> Mapping[PolicyName, str]:
+        """The policies that are not trained in this batch, and why."""
+        return self._crediting.resting
 
     @property
     def kept(self) -> Sequence[GroupId]:
@@ -160,9 +166,9 @@ class StepCollector(Collector):
         """Groups that are judged and not released; None in place of a group that failed or was dropped."""
         self.open()
 
-    def open(self) -> None:
-        """Begins a batch: the groups admitted from now on belong to it."""
-        super().open()
+    def open(self, step: int = 0) -> None:
+        """Begins the batch of a step: the groups admitted from now on belong to it."""
+        super().open(step)
         self._to_judge = self._to_release = GroupId(self._admission.next_group)
         self.refill = Refill(self._admission.law.groups, self._crediting.filter)
         """Decides whether the batch needs another group."""

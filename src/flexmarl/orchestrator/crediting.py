@@ -45,6 +45,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.admission import Admission
 from flexmarl.training.interface import Appraised, Trainer
+from flexmarl.training.phases import PhaseSettings, resting
 from flexmarl.training.settings import TrainingSettings
 
 Memory = Mapping[str, float]
@@ -89,16 +90,28 @@ class Crediting:
         admission: Admission,
         events: Events,
         appraisal: "Appraisal | None" = None,
+        phases: Mapping[PolicyName, Sequence[PhaseSettings]] = {},
     ) -> None:
-        """`appraisal` asks trainers for values and log-probabilities; None if credit needs neither."""
+        """`appraisal` asks trainers for values and log-probabilities; None if credit needs neither.
+
+        `phases` are those of each trained policy; a policy without any is trained in every step.
+        """
         self._store = store
         self._settings = credit
         self.trained = frozenset(trained)
+        self._phases = phases
+        self.resting: Mapping[PolicyName, str] = {}
+        """The trained policies that rest in the present batch, and why."""
         self._admission, self._events, self._appraisal = admission, events, appraisal
         self.memory: Memory = {}
         """State of the estimators after the last credit. A resumed run sets it from its checkpoint."""
         self._judged: tuple[GroupRecord | None, Sequence[CreditRow]] = (None, ())
         """The group that was judged last, with its rows: most groups are credited right after they were judged."""
+
+    def begin(self, step: int) -> None:
+        """Begins the batch of a step: `training.phases` decides which policies rest in it."""
+        reasons = {policy: resting(phases, step) for policy, phases in self._phases.items()}
+        self.resting = {policy: because for policy, because in reasons.items() if because}
 
     @property
     def batch_wide(self) -> bool:
@@ -114,7 +127,8 @@ class Crediting:
         """Decides whether a finished group is kept, by its rows and the filter."""
         rows = self._rows(group)
         if all(row.greedy for row in rows):
-            return Judged("no turn of a trained policy", reason=FilterReason.NO_TRAINED_TURN)
+            because = next((self.resting[policy] for policy in self._resting_in(group)), "no turn of a trained policy")
+            return Judged(because, reason=FilterReason.NO_TRAINED_TURN)
         if "greedy" in self._settings.uses and not (group.greedy and group.greedy.finished):
             because = f"no baseline: the greedy play failed: {group.greedy.reason if group.greedy else 'missing'}"
             return Judged(because, reason=FilterReason.NO_BASELINE)
@@ -165,7 +179,7 @@ class Crediting:
         )
         credited: list[Credited] = []
         for group in groups:
-            samples, left_out = samples_of(group, credit, values, parts)
+            samples, left_out = samples_of(group, credit, values, parts, self.resting)
             for because, ids in left_out.items():
                 ended = [sample_id for sample_id in ids if sample_id not in opened]
                 await self._store.settle(ended, Outcome(state=RowState.FILTERED, reason=because))
@@ -205,10 +219,15 @@ class Crediting:
         self._admission.move(group, GroupState.FILTERED)
         self._events.emit(GroupFiltered(group=group, because=because, reason=reason))
 
+    def _resting_in(self, group: GroupRecord) -> list[PolicyName]:
+        """The resting policies that have turns in a group."""
+        return [turn.policy for play in group.finished for turn in play.turns if turn.policy in self.resting]
+
     def _rows(self, group: GroupRecord) -> Sequence[CreditRow]:
         judged, rows = self._judged
         if judged is not group:
-            rows = self._settings.shape(credit_rows(group, self.trained, self._settings.untrained_finish))
+            trained = self.trained.difference(self.resting)
+            rows = self._settings.shape(credit_rows(group, trained, self._settings.untrained_finish))
             self._judged = group, rows
         return rows
 

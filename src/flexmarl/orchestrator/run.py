@@ -25,6 +25,7 @@ from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.crediting import Crediting
 from flexmarl.orchestrator.evaluation import Evaluation, Evaluator
 from flexmarl.orchestrator.publish import Updates, Versions
+from flexmarl.orchestrator.references import References
 from flexmarl.orchestrator.saving import Saver
 from flexmarl.orchestrator.settings import EvaluateSettings, FigureSettings, StopSettings
 from flexmarl.orchestrator.stopping import check_figure, stop_after
@@ -105,12 +106,13 @@ class RunProgress:
         admission: Admission,
         versions: Versions,
         crediting: Crediting,
+        references: References,
         events: Events,
         start: RunState | None = None,
     ) -> None:
         """`start` is the state that a resumed run continues from. `admission` and `versions` hold it already."""
         self.admission, self.versions = admission, versions
-        self._crediting = crediting
+        self._crediting, self.references = crediting, references
         if start:
             crediting.memory = start.memory
             next_group, active = GroupId(start.admission.next_group), start.replayed
@@ -139,7 +141,12 @@ class RunProgress:
             wall_s=self.wall_s,
             memory=dict(self._crediting.memory),
             evaluations=dict(self.evaluations),
+            resets=self.references.steps,
         )
+
+    async def reset_references(self) -> None:
+        """Resets the references that are due after the completed steps and their evaluations."""
+        await self.references.reset(self.step, self.evaluations, self.versions.served)
 
 
 class Orchestrator:
@@ -169,6 +176,7 @@ class Orchestrator:
         self._evaluator, self._saver, self._balancer = evaluator, saver, balancer
         self._events, self._steps, self._evaluate = events, steps, evaluate
         self._compared = {key: figure for key, figure in (("checkpoint.best", best), ("stop", stop)) if figure}
+        self._compared |= progress.references.compared
         self._stop, self._request = stop, request or StopRequest()
         self._latest: tuple[int, Evaluation | None] = (-1, None)
         """The newest evaluation of this command on all tasks that are compared, and its step."""
@@ -243,6 +251,7 @@ class Orchestrator:
         trained = await self._pipeline.step(step, rest=self._rest)
         self._progress.step += 1
         served = self._progress.versions.served
+        await self._progress.reset_references()
         self._events.emit(
             StepEnded(process=CONTROLLER, began=began, step=step, trained=tuple(trained), versions=served)
         )
@@ -257,6 +266,7 @@ class Orchestrator:
         step = self._progress.step + 1
         last = step == self._steps or bool(self._request.because)
         self._at_rest = last or self._saver.due(step, last=last) or self._is_evaluated(step)
+        self._at_rest = self._at_rest or self._progress.references.due(step)
         return self._at_rest
 
     def _is_evaluated(self, step: int) -> bool:
@@ -280,6 +290,7 @@ class Orchestrator:
             return
         if await self._evaluated("between", self._evaluate.every_tasks) is None:
             return  # The run was stopped.
+        await self._progress.reset_references()
         state = self._progress.state()
         await self._saver.keep_best(state)
         if self._stop and (ruling := stop_after(state.evaluations, self._stop)):

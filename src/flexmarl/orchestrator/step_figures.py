@@ -22,7 +22,7 @@ from flexmarl.events.notices import (
 )
 from flexmarl.events.overlap import Interval, overlap, seconds, union
 from flexmarl.events.run_events import Evaluated
-from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Updated, UpdateSkipped
+from flexmarl.events.training_events import DivergenceCharged, MicroBatchDone, Published, Rested, Updated, UpdateSkipped
 from flexmarl.events.untrained import NotTrained, counted, tool_faults
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.orchestrator.evaluation import mean_metrics, rewards_of
@@ -71,6 +71,7 @@ class Figures:
         events.listen(GroupsCredited, self._credited)
         events.listen(GroupFiltered, self._group_filtered)
         events.listen(UpdateSkipped, self._update_skipped)
+        events.listen(Rested, self._rested)
         events.listen(DivergenceCharged, self._diverged)
         events.listen(Refilled, self._refilled)
         events.listen(EpisodesTaken, self._episodes_taken)
@@ -131,6 +132,10 @@ class Figures:
         """Counts a group that is not trained on."""
         self._filtered[group.reason] += 1
         self._metrics.add(f"filtered/{group.reason}")
+
+    def _rested(self, rested: Rested) -> None:
+        """Counts a step in which a policy was not to be trained."""
+        self._metrics.add(f"train/{rested.policy}/rested")
 
     def _update_skipped(self, skipped: UpdateSkipped) -> None:
         """Counts an update that was left out."""

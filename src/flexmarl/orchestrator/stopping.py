@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from flexmarl.errors import ConfigError
 from flexmarl.orchestrator.evaluation import Evaluation
 from flexmarl.orchestrator.settings import SUCCESS, FigureSettings, StopSettings
+from flexmarl.training.kl import ResetSettings
 
 History = Mapping[int, Evaluation]
 """Evaluations, by completed steps."""
@@ -111,11 +112,30 @@ def none_better(history: History, settings: FigureSettings) -> str:
     return f"{best.because}, and not {'above' if settings.mode == 'max' else 'below'} {mark:.4g}, before training"
 
 
-def stop_after(history: History, settings: StopSettings) -> Ruling | None:
+def reset_after(history: History, step: int, since: int, settings: ResetSettings) -> str:
+    """The reason to reset a policy's reference after `step` completed steps; "" if it stays. `since`: its last reset.
+
+    >>> half = Evaluation(versions={}, episodes=8, failed=0, metrics={"success": 0.5})
+    >>> reset_after({0: half}, 20, 10, ResetSettings(every=10))
+    '10 steps have passed since step 10 (kl.reset.every)'
+    >>> reset_after({0: half, 10: half, 20: half}, 20, 10, ResetSettings(patience=1))
+    'success has not been above 0.5, at step 10, in 1 evaluations (kl.reset.patience)'
+    """
+    if settings.every is not None and step - since >= settings.every:
+        return f"{settings.every} steps have passed since step {since} (kl.reset.every)"
+    if settings.patience is None or step not in history:
+        return ""
+    figure = StopSettings(metric=settings.metric, patience=settings.patience, min_delta=settings.min_delta)
+    ruling = stop_after({at: one for at, one in history.items() if at >= since}, figure, "kl.reset.patience")
+    return ruling.because if ruling else ""
+
+
+def stop_after(history: History, settings: StopSettings, key: str = "stop.patience") -> Ruling | None:
     """Returns the ruling that ends the run now, or None if it goes on.
 
     An evaluation is an improvement if it is better than the best before it by more than `min_delta`. The run ends when
-    `patience` evaluations in a row were none. The evaluation before the first step sets the mark.
+    `patience` evaluations in a row were none. The evaluation before the first step sets the mark. `key` is the setting
+    that the reason names.
 
     >>> half = Evaluation(versions={}, episodes=8, failed=0, metrics={"success": 0.5})
     >>> stop_after({0: half, 10: half, 20: half}, StopSettings(patience=2))
@@ -135,4 +155,4 @@ def stop_after(history: History, settings: StopSettings) -> Ruling | None:
     beyond = "above" if settings.mode == "max" else "below"
     margin = f"{mark:.4g}" if not settings.min_delta else f"{mark:.4g} by more than {settings.min_delta:g}"
     because = f"{settings.metric} has not been {beyond} {margin}, at step {marked_at}, in {idle} evaluations"
-    return Ruling(step=step, because=f"{because} (stop.patience)")
+    return Ruling(step=step, because=f"{because} ({key})")

@@ -24,6 +24,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.group_events import Refilled, RolloutEnded
 from flexmarl.events.notices import StepPlayed, phase
 from flexmarl.events.safe_json import masked
+from flexmarl.events.training_events import Rested
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.collect import StepCollector
 from flexmarl.orchestrator.feed import Feed
@@ -100,8 +101,12 @@ class Synchronous:
         """Makes one step. Returns the groups that were trained in it."""
         rollout, collector = self._ahead or self._play(step), self._collector
         closed: Closed = asyncio.get_running_loop().create_future()
+        resting = collector.resting
+        active = {policy: session for policy, session in self._sessions.items() if policy not in resting}
+        for policy, because in resting.items():
+            self._events.emit(Rested(policy=policy, step=step, because=because))
         async with asyncio.TaskGroup() as tasks:
-            for policy in self._sessions:
+            for policy in active:
                 tasks.create_task(self._train(policy, closed), name=f"train/{policy}")
             if error := await rollout:
                 raise error
@@ -113,15 +118,18 @@ class Synchronous:
             divisors, kept = await collector.close(), collector.kept
             self._ahead = self._play_ahead(step + 1) if self._gate and not rest() else None
             closed.set_result(divisors)
-            for session in self._sessions.values():
+            for session in active.values():
                 session.close_step()
+            if self._gate:
+                for policy in resting:
+                    self._gate.open(policy)
         if self._colocation:
             await self._colocation.to_rollout()
         return collector.settle_trained(kept)
 
     def _play(self, step: int) -> Rolling:
         """Begins a step's rollout, and the collection of its groups."""
-        self._collector.open()
+        self._collector.open(step)
         self._failures = []
         return self._beside.create_task(self._roll_out(step), name=f"rollout/step-{step}")
 

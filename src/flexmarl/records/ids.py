@@ -88,11 +88,11 @@ class WorkerId(str):
 
     __slots__ = ("kind", "number", "policy")
     kind: str
-    """`controller`, `trainer` or `engine`."""
+    """`controller`, `trainer`, `engine`, or another kind of resident."""
     policy: PolicyName
-    """The policy that the worker serves or trains; empty for the controller."""
+    """The policy that the worker serves or trains; the number of the place for a rank; empty for the controller."""
     number: int | None
-    """Number of the engine's instance; None for other workers."""
+    """Number of the engine's instance, or of the rank; None for other workers."""
 
     def __new__(cls, kind: str, policy: str = "", number: int | None = None) -> "WorkerId":
         """Makes an id that equals its text, as it is in files and on screens."""
@@ -121,6 +121,11 @@ class WorkerId(str):
     def trainer(cls, policy: str) -> "WorkerId":
         """Id of the trainer of a policy."""
         return cls("trainer", policy)
+
+    @classmethod
+    def rank(cls, place: int, number: int = 0) -> "WorkerId":
+        """Id of a training process of a place, where policies are trained in turns."""
+        return cls("rank", str(place), number)
 
     @property
     def instance(self) -> InstanceId:

@@ -31,6 +31,7 @@ from flexmarl.records import (
 )
 from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_cache import ModelledCache
+from flexmarl.training.group import Devices
 from flexmarl.training.interface import Appraised, HeldRows, RowReader, UpdateReport
 
 
@@ -171,6 +172,11 @@ class ModelledTrainer:
         values, divergence = np.zeros(turn.num_tokens, dtype=np.float32), np.zeros(turn.num_tokens)
         return Appraised(values=values, reference=turn.raw_logprobs, divergence=divergence)
 
+    async def reset_reference(self) -> None:
+        """Takes no modelled time, and changes nothing that a modelled update depends on."""
+        async with self._turn:
+            self._check_alive()
+
     async def save(self, path: Path) -> None:
         """Writes `trainer.json`. This works without devices too."""
         async with self._turn:
@@ -250,6 +256,9 @@ class ModelledProcessGroup:
     def policy(self) -> PolicyName:
         """The trainer's policy."""
         return self._trainer.policy
+
+    def join(self, devices: Devices) -> None:
+        """Does nothing: a modelled trainer answers calls outside of its session while it is set aside."""
 
     async def resume(self, lease: Lease) -> None:
         """Brings the state onto devices in `resume_s`, whatever the place."""

@@ -106,6 +106,15 @@ class Trainer(Protocol):
         """
         ...
 
+    @alters
+    async def reset_reference(self) -> None:
+        """Makes the present weights the reference of `training.kl`, and empties the optimiser's state.
+
+        Called between steps, when no gradient is accumulated. The divergence of rows is then 0 until the next update.
+        Raises TrainingError if the policy has no reference, or if gradients are accumulated.
+        """
+        ...
+
     async def save(self, path: Path) -> None:
         """Writes weights, optimiser, schedule and version into the folder `path`, which it makes."""
         ...

@@ -19,6 +19,27 @@ if TYPE_CHECKING:
 Divergence = Literal["k1", "abs", "k2", "k3", "k3+"]
 
 
+class ResetSettings(Settings):
+    """When the reference becomes the present policy, and the optimiser begins anew (ProRL, arXiv 2505.24864)."""
+
+    every: int | None = Field(default=None, ge=1, description="Steps after which it is reset; null: not by count.")
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Held-out evaluations in a row without improvement that reset it; null: not by evaluations.",
+    )
+    metric: str = Field(default="success", min_length=1, description="patience: the figure of the evaluations.")
+    min_delta: float = Field(
+        default=0.0, ge=0, description="patience: an evaluation improves if it is higher by more than this."
+    )
+
+    @model_validator(mode="after")
+    def _something_resets(self) -> Self:
+        if self.every is None and self.patience is None:
+            raise ValueError("every and patience are null, so nothing resets the reference; set one, or reset: null")
+        return self
+
+
 class KlSettings(Settings):
     """Divergence that keeps the policy near its initial weights; d = lp - ref (docs/math.md section 13)."""
 
@@ -35,6 +56,11 @@ class KlSettings(Settings):
         default=None, gt=0, description="In the reward: the divergence that beta adapts to; null keeps beta."
     )
     horizon: int | None = Field(default=None, gt=0, description="Rows over which beta adapts; goes with target.")
+    reset: ResetSettings | None = Field(
+        default=None,
+        description="Let the reference follow: at some moments it becomes the present policy, and the optimiser's "
+        "state is emptied. null: the reference is the initial weights for the whole run.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

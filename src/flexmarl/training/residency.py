@@ -12,6 +12,7 @@ A `ProcessGroup` is the interface to the training processes of a policy, which a
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol, Self
@@ -22,6 +23,7 @@ from flexmarl.errors import FlexmarlError, TrainingError, boundary
 from flexmarl.events.event import Events
 from flexmarl.events.training_events import Swapped
 from flexmarl.records import PolicyName, WorkerId
+from flexmarl.training.group import Devices
 from flexmarl.training.settings import ProcessGroupSettings
 from flexmarl.training.swapping import Direction, Need, Standing, Swap, Where, gives_way, next_swap
 
@@ -36,6 +38,10 @@ class ProcessGroup(Protocol):
     @property
     def policy(self) -> PolicyName:
         """The policy that they train."""
+        ...
+
+    def join(self, devices: Devices) -> None:
+        """Called once, before the first call. With `devices`, the group can wait for its devices by itself."""
         ...
 
     async def resume(self, lease: Lease) -> None:
@@ -74,6 +80,14 @@ class Residency:
         self._swaps: list[asyncio.Task[None]] = []
         self._swapped = asyncio.Event()
         self._failure: FlexmarlError | None = None
+        self._visitors: Counter[PolicyName] = Counter()
+        """Calls outside of its session that need a policy's devices: they wait for them, or hold them."""
+        self._in_session: set[PolicyName] = set()
+        """Policies whose sessions hold devices, or wait for them."""
+        self._changed = asyncio.Event()
+        """Set whenever a policy gets its devices, and when a swap fails."""
+        for group in groups.values():
+            group.join(self)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Self]:
@@ -101,8 +115,9 @@ class Residency:
         if standing is None:
             return True
         standing.ready, standing.done = ready, False
+        self._in_session.add(policy)
         if standing.need is Need.HOLDING:
-            return keep or not self._gives_way(standing, busy=busy)
+            return keep or bool(self._visitors[policy]) or not self._gives_way(standing, busy=busy)
         if standing.need is Need.NOTHING:
             standing.need, standing.since = Need.WAITING, self._now()
             self._settle()
@@ -117,6 +132,7 @@ class Residency:
         news = standing.need is not Need.NOTHING or bool(standing.ready) != bool(ready)
         standing.ready, standing.micro_batch = ready, micro_batch
         standing.done = standing.done and not ready
+        self._in_session.discard(policy)
         if news:
             self._rest(standing)
 
@@ -135,7 +151,34 @@ class Residency:
         self._check()
         if standing := self._standings.get(policy):
             standing.ready, standing.done = 0, True
+            self._in_session.discard(policy)
             self._rest(standing)
+
+    @asynccontextmanager
+    async def visit(self, policy: PolicyName) -> AsyncIterator[None]:
+        """Waits until the policy has devices, which it keeps inside the block: for calls outside of its session.
+
+        Raises the error of a swap that failed.
+        """
+        standing = self._standings.get(policy)
+        if standing is None:
+            yield
+            return
+        self._visitors[policy] += 1
+        try:
+            self._check()
+            if standing.need is Need.NOTHING:
+                standing.need, standing.since = Need.WAITING, self._now()
+                self._settle()
+            while standing.need is not Need.HOLDING:
+                self._changed.clear()
+                await self._changed.wait()
+                self._check()
+            yield
+        finally:
+            self._visitors[policy] -= 1
+            if policy not in self._in_session and self._failure is None:
+                self._rest(standing)
 
     async def suspend_all(self) -> None:
         """Suspends every policy. Returns when none holds a device. Called between the steps of all sessions.
@@ -166,6 +209,8 @@ class Residency:
         return bool(because)
 
     def _rest(self, standing: Standing) -> None:
+        if self._visitors[standing.policy]:
+            return
         if standing.need is not Need.NOTHING:
             standing.need, standing.since = Need.NOTHING, self._now()
         self._settle()
@@ -176,6 +221,7 @@ class Residency:
         for standing in standings:
             if standing.where is Where.HERE and standing.need is Need.WAITING:
                 standing.need = Need.HOLDING
+                self._changed.set()
                 self._wake(standing.policy)
         while swap := next_swap(standings, self._places.free, self._settings, self._now()):
             self._begin(swap)
@@ -224,6 +270,7 @@ class Residency:
     def _fail(self, error: FlexmarlError) -> None:
         self._failure = self._failure or error
         self._swapped.set()
+        self._changed.set()
         for policy in self._standings:
             self._wake(policy)
 

@@ -9,6 +9,7 @@ from flexmarl.settings import Settings
 from flexmarl.training.corrections import CorrectionSettings, NoCorrection
 from flexmarl.training.kl import CriticSettings, KlSettings
 from flexmarl.training.losses import LOSSES, LossSettings, Ppo
+from flexmarl.training.phases import PhaseSettings
 
 
 class ScheduleSettings(Settings):
@@ -180,6 +181,21 @@ class TrainingSettings(UpdateSettings):
     accumulation_scale: float = Field(
         default=1.0, gt=0, description="The constant kappa that gradient sums carry until the step divides it out."
     )
+    phases: tuple[PhaseSettings, ...] = Field(
+        default=(),
+        description="Steps in which the policy is trained or rests, again and again; empty: it is trained in all. A "
+        "policy that rests is served as it is, and its calls are not trained on.",
+    )
+
+    @field_validator("phases")
+    @classmethod
+    def _some_phase_trains(cls, phases: tuple[PhaseSettings, ...]) -> tuple[PhaseSettings, ...]:
+        if phases and not any(phase.train for phase in phases):
+            raise ValueError(
+                f"none of the {len(phases)} phases has train: true, so the policy would never be trained; add one, or "
+                f"use trainable=false"
+            )
+        return phases
 
     @model_validator(mode="after")
     def _publish_needs_lora(self) -> Self:
@@ -266,3 +282,14 @@ class ProcessGroupSettings(Settings):
         description="When a policy's step is over for its devices: when its new weights are set in the object store, "
         "or with its update; the weights are then set from where its state is set aside.",
     )
+    host_gb: float | None = Field(
+        default=None,
+        ge=0,
+        description="Host memory (shared memory) for states that are set aside, beside their weights, in GB. States "
+        "that find no room are files in the temp folder. null: no bound.",
+    )
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The bound of host memory in bytes."""
+        return None if self.host_gb is None else int(self.host_gb * 1e9)

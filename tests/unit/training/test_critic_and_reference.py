@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from flexmarl.errors import TrainingError
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import ObjectStore, weights_key
 from flexmarl.records import MicroBatch, PolicyName, Sample, Turn, Version
@@ -276,3 +277,71 @@ def test_a_trainer_with_every_term_keeps_the_contract(
     samples = with_returns(make_samples(1, 6))
     batches = [batch_of(samples[:3], "mb/1"), batch_of(samples[3:], "mb/2")]
     asyncio.run(check_trainer(make, batches, tmp_path, streams=False))
+
+
+ADAPTER = {"lora": {"rank": 2}}
+
+
+@pytest.mark.parametrize("more", [{}, ADAPTER], ids=["full", "adapter"])
+def test_after_a_reset_the_divergence_is_0_and_the_optimiser_is_empty(
+    make_model: Model, make_samples: Samples, more: dict[str, Any]
+) -> None:
+    """The rows are of every version, so the divergence is that of the weights, whoever sampled them."""
+    samples = make_samples(6)
+    trainer = trainer_of(make_model(), kl={"type": "k3", "coef": 0.3}, **more)
+
+    async def divergence_of_an_update() -> float:
+        await trainer.accumulate_batch(batch_of(samples, f"{trainer.version}"))
+        return (await trainer.step(divisors_of(samples))).means["kl_to_reference"]
+
+    async def play() -> list[float]:
+        seen = [await divergence_of_an_update() for _ in range(3)]
+        await trainer.reset_reference()
+        assert not trainer._updater.optimizer.state, "the optimiser begins anew"
+        return [*seen, await divergence_of_an_update(), await divergence_of_an_update()]
+
+    first, *drifted, reset, again = asyncio.run(play())
+    assert first == reset == 0.0
+    assert all(drift > 0 for drift in (*drifted, again)), "witness: an update moves the policy from its reference"
+
+
+@pytest.mark.parametrize("more", [{}, ADAPTER], ids=["full", "adapter"])
+def test_a_reset_reference_is_in_the_checkpoint(
+    make_model: Model, make_samples: Samples, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    samples = make_samples(6)
+
+    def made() -> SingleProcessTrainer:
+        return trainer_of(make_model(), kl={"type": "k3", "coef": 0.3}, **more)
+
+    async def ended(disturbed: bool) -> dict[str, torch.Tensor]:
+        trainer = made()
+        await step(trainer, samples)
+        await trainer.reset_reference()
+        await step(trainer, samples)
+        if disturbed:
+            await trainer.save(tmp_path / "killed")
+            trainer = made()
+            await trainer.load(tmp_path / "killed")
+        await step(trainer, samples)
+        return {name: tensor.detach().clone() for name, tensor in trainer._updater.masters.items()}
+
+    undisturbed, resumed = asyncio.run(ended(False)), asyncio.run(ended(True))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in undisturbed.items())
+    assert (tmp_path / "killed" / "reference.safetensors").exists()
+
+
+def test_a_reference_is_not_reset_under_gradients_or_without_one(make_model: Model, make_samples: Samples) -> None:
+    samples = make_samples(4)
+
+    async def refused(trainer: SingleProcessTrainer, because: str) -> None:
+        with pytest.raises(TrainingError, match=because):
+            await trainer.reset_reference()
+
+    async def play() -> None:
+        await refused(trainer_of(make_model()), "no reference to reset; set training.kl")
+        trainer = trainer_of(make_model(), kl={})
+        await trainer.accumulate_batch(batch_of(samples))
+        await refused(trainer, "gradients are accumulated")
+
+    asyncio.run(play())

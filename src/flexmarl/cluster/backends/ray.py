@@ -53,6 +53,7 @@ POOL_OF: dict[ResidentKind, Literal["rollout", "training"]] = {
     ResidentKind.ENGINE: "rollout",
     ResidentKind.ROLLOUT: "rollout",
     ResidentKind.TRAINER: "training",
+    ResidentKind.RANK: "training",
 }
 """The pool of each kind of resident that has one."""
 Visible = Mapping[Literal["rollout", "training"], Sequence[Path]]

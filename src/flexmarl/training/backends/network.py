@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import deterministic_kernels, place, returning_heap
-from flexmarl.errors import ConfigError, boundary
+from flexmarl.errors import ConfigError, TrainingError, boundary
 from flexmarl.imports import Lazy
 from flexmarl.objects.interface import Checksum, PublishedAdapter, checksum
 from flexmarl.records import Sample
@@ -75,15 +75,50 @@ class Adapter:
             for name, layer in self._layers()
         }
         """A and B of each layer, by its name in the base."""
+        self._anchor: dict[str, Tensor] = {}
+        """The adapter of the last reset of the reference, by name; empty before the first one."""
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
-        """The model without its adapter, inside the block. It computes what the initial weights would (`Reference`)."""
-        self._enable(False)
+        """The model as the reference has it, inside the block: without its adapter, or with that of the last reset."""
+        if self._anchor:
+            self._exchange()
+        else:
+            self._enable(False)
         try:
             yield self._model
         finally:
-            self._enable(True)
+            if self._anchor:
+                self._exchange()
+            else:
+                self._enable(True)
+
+    def reset(self) -> None:
+        """Makes the present adapter that of the reference."""
+        self._anchor = {name: tensor.detach().clone() for name, tensor in self._named_factors()}
+
+    @property
+    def moved(self) -> bool:
+        """True if the reference was reset."""
+        return bool(self._anchor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The reference's adapter, by name; empty before the first reset."""
+        return dict(self._anchor)
+
+    def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
+        """Restores what `tensors` returned."""
+        self._anchor = {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
+
+    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        for layer, (a, b) in self._factors.items():
+            yield f"{layer}.A", a
+            yield f"{layer}.B", b
+
+    def _exchange(self) -> None:
+        """Swaps the trained adapter and that of the reference. No tensor is copied."""
+        for name, factor in self._named_factors():
+            factor.data, self._anchor[name] = self._anchor[name], factor.data
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """The weights of the base and the adapter together, under the base's names, without tied duplicates.
@@ -157,11 +192,31 @@ def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 
 class Reference(Protocol):
-    """Gives the reference policy for a block: `with reference.model() as model`. Nothing may be trained inside it."""
+    """Gives the reference policy for a block: `with reference.model() as model`. Nothing may be trained inside it.
+
+    At first it is that of the initial weights.
+    """
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
-        """A model that computes what the initial weights would."""
+        """A model that computes what the reference would."""
+        ...
+
+    def reset(self) -> None:
+        """Makes the present weights the reference."""
+        ...
+
+    @property
+    def moved(self) -> bool:
+        """True if it was reset, so that a checkpoint must hold it."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its own tensors, by name; empty if it needs none."""
+        ...
+
+    def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
+        """Restores what `tensors` returned, and whether it was reset."""
         ...
 
 
@@ -170,12 +225,35 @@ class FrozenCopy:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Needs the memory of the weights once more, but no gradients or optimiser state."""
-        self._copy = deepcopy(model).requires_grad_(False)
+        self._trained, self._copy = model, deepcopy(model).requires_grad_(False)
+        self._is_initial = True
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
         """The copy."""
         yield self._copy
+
+    def reset(self) -> None:
+        """Copies the weights again."""
+        self.take(dict(unique_tensors(self._trained)), moved=True)
+
+    @property
+    def moved(self) -> bool:
+        """True if they are not the initial weights any more."""
+        return not self._is_initial
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The copy's tensors."""
+        return dict(unique_tensors(self._copy))
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
+        """Copies the tensors. Raises TrainingError if there are none after a reset: the initial weights are gone."""
+        if not tensors and not self._is_initial:
+            raise TrainingError("the reference was reset, so its initial weights are gone; load into a new trainer")
+        self._is_initial = not moved
+        for name, tensor in unique_tensors(self._copy) if tensors else ():
+            tensor.copy_(tensors[name])
 
 
 class Network:
@@ -203,6 +281,11 @@ class Network:
             self._reference = self._adapter or FrozenCopy(model)
         self._value_head = ValueHead(model) if settings.critic is not None else None
         self._form = head_form(model)
+
+    @property
+    def has_adapter(self) -> bool:
+        """True if an adapter is trained, and the model's own weights stay as they are."""
+        return self._adapter is not None
 
     @property
     def has_reference(self) -> bool:
@@ -263,6 +346,13 @@ class Network:
         assert self._reference is not None, "asked of a network with a reference only"
         with self._reference.model() as model, self.computing():
             return run(model, samples, tree=tree, form=self._form).logprobs
+
+    @property
+    def reference(self) -> Reference:
+        """The reference policy. Raises TrainingError if there is none."""
+        if self._reference is None:
+            raise TrainingError("the policy has no reference to reset; set training.kl")
+        return self._reference
 
     def published(self) -> dict[str, Tensor]:
         """The weights that engines serve: those of the model by name, without tied duplicates; or the adapter alone."""

@@ -43,6 +43,7 @@ from flexmarl.training.backends.gradients import (
 )
 from flexmarl.training.backends.network import Network
 from flexmarl.training.backends.objective import Objective
+from flexmarl.training.backends.state import TrainerState, state_of, take_state
 from flexmarl.training.interface import Appraised, RowReader, UpdateReport
 from flexmarl.training.kl import divergence
 from flexmarl.training.settings import TrainingSettings
@@ -108,6 +109,10 @@ class SingleProcessTrainer:
         """Held by the call that is being executed; waiting calls get it in their order."""
         self._failure = ""
         """The reason why the weights belong to no version any more; empty while they do."""
+        self.reference_was_reset = True
+        """False if the reference is still the one with which the trainer's state came back."""
+        self._published_as: tuple[Version, Checksum] | None = None
+        """The version whose weights were set last, and their checksum."""
 
     @property
     def version(self) -> Version:
@@ -173,13 +178,37 @@ class SingleProcessTrainer:
             return await self._run(self._step, divisors)
 
     async def publish(self, version: Version) -> Checksum:
-        """Sets `weights_key(policy, version)`: the model's state dict by its own names, without tied duplicates."""
+        """Sets `weights_key(policy, version)`: the model's state dict by its own names, without tied duplicates.
+
+        Weights that it has set already are not set again.
+        """
         async with self._turn:
             if version != self._version:
                 raise TrainingError(f"{self._where}: asked to publish {version}, the weights are {self._version}")
             self._require_finite()
+            if self._published_as is not None and self._published_as[0] == version:
+                return self._published_as[1]
             tensors = await self._run(self._published)
-        return (await self._objects.set(weights_key(self._policy, version), tensors)).checksum
+        checksum = (await self._objects.set(weights_key(self._policy, version), tensors)).checksum
+        self._published_as = (version, checksum)
+        return checksum
+
+    async def state(self) -> TrainerState:
+        """The whole state. Its tensors are the trainer's own: copy them before it works on."""
+        async with self._turn:
+            state = await self._run(lambda: state_of(self._network, self._updater, self._cache))
+        state.facts |= {"reports": dict(self._reports)}
+        return state
+
+    def take_state(self, state: TrainerState, version: Version, published: Checksum | None) -> None:
+        """Takes a state over, for a new trainer whose model has the state's weights.
+
+        `published` is the checksum of the version's weights, if they are set in the object store.
+        """
+        take_state(state, self._network, self._updater, self._cache)
+        self._version, self._reports = version, dict(state.facts["reports"])
+        self._published_as = None if published is None else (version, published)
+        self.reference_was_reset = False
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""
@@ -213,8 +242,22 @@ class SingleProcessTrainer:
         recorded, initial = (torch.from_numpy(of.astype(np.float64)) for of in (turn.raw_logprobs, reference))
         return divergence(kl.type, recorded, initial).numpy()
 
+    async def reset_reference(self) -> None:
+        """Copies the weights, or the adapter, to the reference."""
+        async with self._turn:
+            self._require_finite()
+            if self._cache.tensors:
+                raise TrainingError(f"{self._where}: gradients are accumulated, so the reference cannot be reset now")
+            with boundary(TrainingError, f"{self._where}: resetting the reference"):
+                await self._run(self._network.reference.reset)
+                self._updater.optimizer.state.clear()
+            self.reference_was_reset = True
+
     async def save(self, path: Path) -> None:
-        """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`."""
+        """Writes `weights.safetensors` (float32 masters of a bfloat16 model) and `trainer.pt`.
+
+        After a reset of the reference, also `reference.safetensors`.
+        """
         async with self._turn:
             self._require_finite()
             with boundary(CheckpointError, f"{self._where}: saving to {path}"):
@@ -363,9 +406,15 @@ class SingleProcessTrainer:
             "reports": [asdict(report) for report in self._reports.values()],
         }
         torch.save(state, path / "trainer.pt")
+        if reference := self._reference_state():
+            save_file({n: t.detach().contiguous() for n, t in reference.items()}, path / "reference.safetensors")
+
+    def _reference_state(self) -> dict[str, Tensor]:
+        has_moved = self._network.has_reference and self._network.reference.moved
+        return self._network.reference.tensors() if has_moved else {}
 
     def _checkpoint_bytes(self) -> int:
-        tensors = [*self._updater.masters.values(), *self._cache.tensors]
+        tensors = [*self._updater.masters.values(), *self._cache.tensors, *self._reference_state().values()]
         tensors += [value for values in self._updater.optimizer.state.values() for value in values.values()]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -389,3 +438,7 @@ class SingleProcessTrainer:
         self._version = Version(state["version"])
         self._cache.load(state["cache"])
         self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
+        if self._network.has_reference:
+            held = path / "reference.safetensors"
+            self._network.reference.take(load_file(held) if held.exists() else {}, moved=held.exists())
+        self.reference_was_reset, self._published_as = True, None

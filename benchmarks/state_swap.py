@@ -1,0 +1,184 @@
+"""Swaps of training state between a rank and blocks of shared memory, against copying the same tensors.
+
+    python benchmarks/state_swap.py --json              1M and 100M parameters
+    python benchmarks/state_swap.py --sizes 500 --json  500M: 8 GB of state, twice
+
+One policy in float32, all weights trained, with gradient sums and both moments: 16 bytes per parameter. It is suspended
+and resumed again and again, on blocks that exist after the first time. Seconds of the clock, medians:
+
+    suspend, resume    as `Rank` does them, digests included
+    memcpy             of the state's tensors into tensors that exist
+    control            what is left of a swap without its data: the same swap of the same layers, one number wide
+
+The weights are published before: their block is the object that engines load, and is not written again.
+"""
+
+import asyncio
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import parser, report
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from flexmarl.objects.backends.memory import ShmObjectStore
+from flexmarl.records import (
+    AgentName,
+    EpisodeId,
+    FinishReason,
+    MicroBatch,
+    PolicyName,
+    Sample,
+    Turn,
+    Version,
+    VersionRun,
+)
+from flexmarl.records.ids import make_sample_id
+from flexmarl.training.aggregation import divisors_of
+from flexmarl.training.backends.rank import RankHost, Trained
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.interface import HeldRows
+from flexmarl.training.settings import TrainingSettings
+
+SOLVER = PolicyName("solver")
+WIDTHS = {1: 64, 100: 704, 500: 1600}
+"""Width of a model of 12 layers with about so many million parameters."""
+LAYERS = 12
+SETTINGS = TrainingSettings()
+WANTED_AT_MOST = {"resume_control_s": 0.25, "suspend_control_s": 0.1, "data_vs_memcpy": 1.5}
+
+
+def model_of(width: int) -> Qwen3ForCausalLM:
+    """A model of random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=max(1, width // 32),
+        num_key_value_heads=max(1, width // 32),
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def sample_of(number: int, version: int) -> Sample:
+    """One short row."""
+    logprobs = np.full(4, -2.0, dtype=np.float32)
+    turn = Turn(
+        sample_id=make_sample_id("task", 0, f"g0e{number}a0"),
+        episode=EpisodeId(f"g0e{number}a0"),
+        agent=AgentName("solver"),
+        policy=SOLVER,
+        prompt_ids=np.arange(4, dtype=np.int32),
+        response_ids=np.arange(4, dtype=np.int32),
+        logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=(VersionRun(0, Version(version)),),
+        finish=FinishReason.STOP,
+    )
+    return Sample(turn=turn, advantage=1.0, weight=1.0, episode_tokens=4)
+
+
+async def swaps(folder: Path, source: Path, repeats: int) -> dict[str, float]:
+    """Median seconds of `suspend`, `resume` and `memcpy`, and the bytes of the state."""
+    objects, rows = ShmObjectStore(folder), HeldRows()
+    objects.create()
+
+    def make(policy: PolicyName, model) -> SingleProcessTrainer:
+        return SingleProcessTrainer(policy, model, SETTINGS, objects, rows=rows)
+
+    rank = RankHost({SOLVER: Trained(source=source, settings=SETTINGS)}, objects, make)
+    await rank.resume(SOLVER, None)
+    for version in range(2):  # The second one leaves its gradient sums.
+        samples = [sample_of(2 * version + number, version) for number in range(2)]
+        rows.hold(samples)
+        batch = MicroBatch(micro_batch_id=f"{version}", policy=SOLVER, samples=tuple(samples))
+        await rank.accumulate(batch.micro_batch_id, [s.turn.sample_id for s in samples])
+        if version == 0:
+            await rank.step(divisors_of(samples))
+            await rank.publish(Version(1))
+    state = await rank._held().state()
+    tensors = [tensor for of in state.tensors.values() for tensor in of.values()]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    copies, memcpy = [torch.empty_like(tensor).zero_() for tensor in tensors], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor)
+        memcpy.append(time.perf_counter() - began)
+    del state, tensors, copies
+    gc.collect()
+    suspends, resumes = [], []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        aside = await rank.suspend()
+        suspends.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        await rank.resume(SOLVER, aside)
+        resumes.append(time.perf_counter() - began)
+    median = statistics.median
+    return {
+        "suspend": median(suspends[1:]),
+        "resume": median(resumes[1:]),
+        "memcpy": median(memcpy),
+        "bytes": num_bytes,
+    }
+
+
+def measured(width: int, repeats: int) -> dict[str, float]:
+    """The figures of a model of this width."""
+    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory() as files, tempfile.TemporaryDirectory(dir=memory) as blocks:
+        model = model_of(width)
+        model.save_pretrained(files)
+        parameters = model.num_parameters()
+        del model
+        found = asyncio.run(swaps(Path(blocks) / "blocks", Path(files), repeats))
+    return {**found, "parameters": parameters}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    options = parser(__doc__)
+    options.add_argument("--sizes", type=int, nargs="+", default=[1, 100], choices=sorted(WIDTHS), help="millions")
+    chosen = options.parse_args(words)
+    torch.set_num_threads(chosen.threads)
+    transformers_logging.disable_progress_bar()
+    control = measured(32, chosen.repeats)
+    sizes = {size: measured(WIDTHS[size], chosen.repeats) for size in chosen.sizes}
+    rows = [
+        [
+            f"{of['parameters'] / 1e6:.1f}M",
+            f"{of['bytes'] / 1e6:.0f} MB",
+            *(f"{of[name]:.3f} s" for name in ("suspend", "resume", "memcpy")),
+            *(f"{(of[name] - control[name]) / of['memcpy']:.2f}" for name in ("suspend", "resume")),
+        ]
+        for of in (control, *sizes.values())
+    ]
+    largest = sizes[max(sizes)]
+    data_s = sum(largest[name] - control[name] for name in ("suspend", "resume"))
+    report(
+        "Swaps of training state",
+        ["parameters", "state", "suspend", "resume", "memcpy", "suspend data/memcpy", "resume data/memcpy"],
+        rows,
+        {
+            "suspend_control_s": control["suspend"],
+            "resume_control_s": control["resume"],
+            "data_vs_memcpy": data_s / (2 * largest["memcpy"]),
+        },
+        as_json=chosen.json,
+        wanted_at_most=WANTED_AT_MOST,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Rank of a place on torch: a standing process that holds the training state of one policy at a time.
+
+    resume(solver)   blocks ──► device: the model, its optimiser, its gradient sums        accumulate, step, publish ...
+    suspend()        device ──► blocks, each with its digest; then the device is freed
+    resume(verifier) ...
+
+Blocks are objects of the run's object store, which are written again and again (objects/backends/blocks.py). The block
+of the weights is the object that engines load: a version that was set is not copied again. Policies with adapters on
+one base take turns on that base, which stays.
+"""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.cluster.torch_device import free_unused, place
+from flexmarl.errors import ObjectError, TrainingError, boundary
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, weights_key
+from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
+from flexmarl.training.backends.causal_lm import DTYPES, check_model_files, load_model, unique_tensors
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.backends.state import Tensors, TrainerState, bind, buffers_of
+from flexmarl.training.group import SetAside
+from flexmarl.training.interface import Appraised, UpdateReport
+from flexmarl.training.settings import TrainingSettings
+
+T = TypeVar("T")
+IN_HOST = ("weights", "reference")
+"""Kinds of tensors that never go to disk: engines load the weights, and a reference is written once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A policy that places train: where its model is from, and how it is trained."""
+
+    source: str | Path
+    """A Hugging Face folder or name."""
+    settings: TrainingSettings
+
+    @property
+    def base(self) -> tuple[str, str] | None:
+        """What policies with adapters on one base have in common; None if all weights are trained."""
+        return None if self.settings.lora is None else (str(self.source), self.settings.dtype)
+
+
+MakeSingle = Callable[[PolicyName, PreTrainedModel], SingleProcessTrainer]
+"""Makes the trainer of a policy around a model that is loaded already; called on the rank's device thread."""
+
+
+@dataclass(slots=True)
+class _Base:
+    """Weights that adapters are trained on, as they are on the device."""
+
+    name: tuple[str, str]
+    weights: Tensors
+    buffers: Tensors
+
+
+class RankHost:
+    """One training process of a place."""
+
+    def __init__(
+        self,
+        policies: Mapping[PolicyName, Trained],
+        objects: ObjectStore,
+        make: MakeSingle,
+        *,
+        disk: ObjectStore | None = None,
+        device: str = "cpu",
+        thread: DeviceThread | None = None,
+    ) -> None:
+        """`policies` are those that it may be asked to hold. States that find no room in `objects` go to `disk`.
+
+        The model is made, and copied from its blocks, on `thread`; without it, at once.
+        """
+        self._policies, self._objects, self._make = policies, objects, make
+        self._disk = disk or objects
+        self._device, self._thread = device, thread
+        self._trainer: SingleProcessTrainer | None = None
+        self._policy = PolicyName("")
+        self._aside: SetAside | None = None
+        """The state of which the policy that it holds was resumed."""
+        self._base: _Base | None = None
+
+    async def resume(self, policy: PolicyName, aside: SetAside | None) -> None:
+        """Brings a policy's state onto the device. Its blocks are then free; the state that it had is gone."""
+        if self._trainer is not None:
+            raise TrainingError(f"policy '{policy}': this place holds policy '{self._policy}'; suspend that first")
+        with boundary(TrainingError, f"policy '{policy}': bringing its state back"):
+            if aside is None:
+                self._trainer = await self._run(lambda: self._make(policy, self._first_model(policy)))
+            else:
+                held = {kind: await self._tier(aside, kind).get(key) for kind, key in aside.blocks.items()}
+                self._trainer = await self._run(lambda: self._brought_back(policy, aside, held))
+                del held
+                await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
+        self._policy, self._aside = policy, aside
+
+    async def suspend(self, room: int | None = None) -> SetAside:
+        """Sets the state aside in blocks, then frees the device. If a block cannot be written, the state stays."""
+        trainer, policy, before = self._held(), self._policy, self._aside
+        with boundary(TrainingError, f"policy '{policy}': setting its state aside"):
+            state, number = await trainer.state(), before.number + 1 if before else 0
+            published = await trainer.publish(trainer.version)
+            num_bytes = sum(t.nbytes for kind, of in state.tensors.items() if kind != "weights" for t in of.values())
+            aside = SetAside(
+                number=number,
+                version=trainer.version,
+                published=published,
+                blocks={kind: self._key(trainer, kind, number) for kind in state.tensors},
+                num_bytes=num_bytes,
+                on_disk=room is not None and num_bytes > room,
+                facts=state.facts,
+            )
+            known = set() if before is None else set(before.blocks.values())
+            new = [kind for kind, key in aside.blocks.items() if kind != "weights" and key not in known]
+            try:
+                for kind in new:
+                    await self._tier(aside, kind).set(aside.blocks[kind], state.tensors[kind])
+            except BaseException as error:
+                await self._release(aside, new)
+                if isinstance(error, ObjectError):
+                    raise TrainingError(
+                        f"policy '{policy}': its state of {num_bytes:,} bytes cannot be set aside, and stays where it "
+                        f"is: {error}; process_groups.host_gb decides how much goes to memory, the rest goes to disk"
+                    ) from error
+                raise
+            if before and before.blocks.get("reference") not in (None, aside.blocks.get("reference")):
+                await self._release(before, ["reference"])
+        del trainer, state
+        self._trainer, self._aside = None, None
+        await self._run(self._free)
+        return aside
+
+    def _key(self, trainer: SingleProcessTrainer, kind: str, number: int) -> ObjectKey:
+        """The object that gets a kind of tensors. Weights are published; a reference changes in a reset only."""
+        if kind == "weights":
+            return weights_key(self._policy, trainer.version)
+        if kind == "reference" and self._aside and not trainer.reference_was_reset and kind in self._aside.blocks:
+            return self._aside.blocks[kind]
+        return ObjectKey(f"state/{self._policy}/{kind}/{number}")
+
+    def _tier(self, aside: SetAside, kind: str) -> ObjectStore:
+        return self._disk if aside.on_disk and kind not in IN_HOST else self._objects
+
+    async def _release(self, aside: SetAside, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            if kind in aside.blocks:
+                await self._tier(aside, kind).release(aside.blocks[kind])
+
+    def _first_model(self, policy: PolicyName) -> PreTrainedModel:
+        """The model that a policy begins with, from its files, or on the base that is here."""
+        trained = self._policies[policy]
+        if trained.base is None:
+            self._base = None
+            return load_model(trained.source)
+        return self._on_base(trained)
+
+    def _on_base(self, trained: Trained) -> PreTrainedModel:
+        if self._base is None or self._base.name != trained.base:
+            self._base = None
+            model = load_model(trained.source)
+            place(model, self._device, DTYPES[trained.settings.dtype])
+            assert trained.base is not None, "asked of policies with adapters"
+            weights = {name: tensor.detach() for name, tensor in unique_tensors(model)}
+            self._base = _Base(trained.base, weights, buffers_of(model))
+        return bind(check_model_files(trained.source), self._base.weights, self._base.buffers)
+
+    def _brought_back(
+        self, policy: PolicyName, aside: SetAside, held: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> SingleProcessTrainer:
+        trained = self._policies[policy]
+        here = {kind: {n: t.to(self._device, copy=True) for n, t in of.items()} for kind, of in held.items()}
+        if trained.base is None:
+            self._base = None
+            model = bind(check_model_files(trained.source), here["weights"], here.get("buffers", {}))
+        else:
+            model = self._on_base(trained)
+        trainer = self._make(policy, model)
+        trainer.take_state(TrainerState(tensors=here, facts=dict(aside.facts)), aside.version, aside.published)
+        return trainer
+
+    def _free(self) -> None:
+        gc.collect()
+        free_unused(self._device)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await self._thread.run(work) if self._thread else work()
+
+    def _held(self) -> SingleProcessTrainer:
+        if self._trainer is None:
+            raise TrainingError("this place holds no policy; resume one first")
+        return self._trainer
+
+    async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
+        """As the trainer of the policy that it holds; so do the following."""
+        return await self._held().accumulate(micro_batch_id, ids)
+
+    async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
+        """Closes credit groups."""
+        return await self._held().close_groups(lines)
+
+    async def step(self, divisors: Divisors) -> UpdateReport:
+        """Updates."""
+        return await self._held().step(divisors)
+
+    async def publish(self, version: Version) -> Checksum:
+        """Sets the weights."""
+        return await self._held().publish(version)
+
+    async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
+        """Computes log-probabilities."""
+        return await self._held().logprobs(batch)
+
+    async def appraise(self, ids: Sequence[SampleId]) -> list[Appraised]:
+        """Appraises rows."""
+        return await self._held().appraise(ids)
+
+    async def reset_reference(self) -> None:
+        """Resets the reference."""
+        await self._held().reset_reference()
+
+    async def save(self, path: Path) -> None:
+        """Saves the trainer."""
+        await self._held().save(path)
+
+    async def load(self, path: Path) -> Version:
+        """Loads the trainer. The weights that were published before are released: they are those of no version."""
+        trainer = self._held()
+        before = trainer.version
+        version = await trainer.load(path)
+        await self._objects.release(weights_key(self._policy, before))
+        if self._aside is not None:
+            await self._release(self._aside, ["reference"])
+            blocks = {kind: key for kind, key in self._aside.blocks.items() if kind != "reference"}
+            self._aside = replace(self._aside, version=version, published=None, blocks=blocks)
+        return version
+
+    async def export(self, path: Path, form: Literal["merged", "adapter"] | None = None) -> None:
+        """Exports the model."""
+        await self._held().export(path, form)

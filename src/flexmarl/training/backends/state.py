@@ -1,0 +1,123 @@
+"""State of a trainer on torch, laid out by name: what leaves a device when a policy is set aside, and comes back to it.
+
+weights      the model's own tensors, as they are published, without tied duplicates; none with an adapter
+masters      trained tensors that are not among the weights: float32 masters, the adapter, the critic's head
+buffers      tensors that no file of a model holds, such as rotary frequencies
+moments      AdamW's two moments and its count of steps, for each trained tensor
+sums         gradient sums since the last update
+open         two sums of each open credit group
+reference    the weights of the reference, if they are a copy, or the adapter of its last reset
+facts        what is no tensor: counts and names
+
+Names are those of the parameters, so a state belongs to no device and no process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flexmarl.training.backends.causal_lm import Updater, unique_tensors, use_onednn
+from flexmarl.training.backends.gradients import GradientCache, OpenSums
+from flexmarl.training.backends.network import Network
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerState:
+    """The whole state of a trainer. Its tensors are the trainer's own until they are copied."""
+
+    tensors: dict[str, Tensors]
+    """By kind, as above. Kinds without a tensor are left out."""
+    facts: dict[str, Any]
+    """Can be pickled."""
+
+
+def state_of(network: Network, updater: Updater, cache: GradientCache) -> TrainerState:
+    """Names every tensor that a trainer holds. Copies none."""
+    model, names = network.model, list(updater.masters)
+    weights = {} if network.has_adapter else dict(unique_tensors(model))
+    found: dict[str, Tensors] = {
+        "weights": weights,
+        "masters": {name: master for name, master in updater.masters.items() if weights.get(name) is not master},
+        "buffers": buffers_of(model),
+        "moments": {
+            f"{name}.{moment}": tensor
+            for name, master in updater.masters.items()
+            for moment, tensor in updater.optimizer.state.get(master, {}).items()
+        },
+        "sums": dict(zip(names, cache.sums or (), strict=bool(cache.sums))),
+        "open": {
+            f"{number}.{kind}.{name}": tensor
+            for number, of_group in enumerate(cache.open.values())
+            for kind, sums in (("plain", of_group.plain), ("scored", of_group.scored))
+            for name, tensor in zip(names, sums, strict=True)
+        },
+        "reference": network.reference.tensors() if network.has_reference else {},
+    }
+    facts = {
+        "open": {name: _counts(of_group) for name, of_group in cache.open.items()},
+        "reference_moved": network.has_reference and network.reference.moved,
+    }
+    tensors = {kind: {name: t.detach() for name, t in of.items()} for kind, of in found.items() if of}
+    return TrainerState(tensors=tensors, facts=facts)
+
+
+@torch.no_grad()
+def take_state(state: TrainerState, network: Network, updater: Updater, cache: GradientCache) -> None:
+    """Gives a trainer, whose model has the state's weights already, the rest of a state. Takes the tensors over."""
+    tensors, names = state.tensors, list(updater.masters)
+    for name, tensor in tensors.get("masters", {}).items():
+        updater.masters[name].copy_(tensor)
+    updater.refresh()
+    moments: dict[str, Tensors] = {}
+    for key, tensor in tensors.get("moments", {}).items():
+        name, _, moment = key.rpartition(".")
+        moments.setdefault(name, {})[moment] = tensor
+    updater.optimizer.state.clear()
+    for name, of_one in moments.items():
+        updater.optimizer.state[updater.masters[name]] = of_one
+    sums, opened = tensors.get("sums"), tensors.get("open", {})
+    cache.sums = [sums[name] for name in names] if sums else None
+    cache.open = {
+        group: OpenSums(
+            plain=[opened[f"{number}.plain.{name}"] for name in names],
+            scored=[opened[f"{number}.scored.{name}"] for name in names],
+            **counts,
+        )
+        for number, (group, counts) in enumerate(state.facts["open"].items())
+    }
+    if network.has_reference:
+        network.reference.take(tensors.get("reference", {}), moved=state.facts["reference_moved"])
+
+
+def _counts(sums: OpenSums) -> dict[str, Any]:
+    return {
+        "num_samples": sums.num_samples,
+        "num_tokens": sums.num_tokens,
+        "sums": sums.sums,
+        "scored_loss": sums.scored_loss,
+    }
+
+
+def buffers_of(model: PreTrainedModel) -> Tensors:
+    """The buffers that are not part of the state dict, by name."""
+    held = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in held}
+
+
+def bind(model: PreTrainedModel, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Gives a model without memory its tensors, which it takes over, and returns it."""
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module).register_buffer(attribute, buffer, persistent=False)
+    lacking = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not lacking, f"a state lacks the tensors {lacking[:5]} of its model"
+    use_onednn(model)
+    return model
