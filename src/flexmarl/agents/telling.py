@@ -34,22 +34,38 @@ class Told:
     """The decisions in words; empty for an agent without tools."""
 
 
-def told_of_tools(settings: AgentSettings, base: ChatRenderer) -> Told:
-    """Joins an agent's settings with its policy's renderer. Raises ConfigError that begins with the key at fault."""
+@dataclass(frozen=True, slots=True)
+class Teller:
+    """An agent's settings and its policy's renderer, with which a program may offer it tools of its own."""
+
+    settings: AgentSettings
+    base: ChatRenderer
+
+    def told(self, tools: tuple[Tool, ...]) -> Told:
+        """The agent's renderer, role prompt and syntax with these tools. Raises ConfigError that names the fault."""
+        return told_of_tools(self.settings, self.base, tools)
+
+
+def told_of_tools(settings: AgentSettings, base: ChatRenderer, offered: tuple[Tool, ...] | None = None) -> Told:
+    """Joins an agent's settings with its policy's renderer. Raises ConfigError that begins with the key at fault.
+
+    `offered`: tools in place of those of the settings.
+    """
     plain = base.with_options(ChatOptions(arguments=settings.chat_template_kwargs))
-    if not settings.tools:
+    tools = settings.tools if offered is None else offered
+    if not tools:
         return Told(renderer=plain, system=settings.system)
-    for tool in settings.tools:
+    for tool in tools:
         check_schema(tool)
     written = plain.written(PROBE)
     syntax, because = (settings.syntax, "set") if settings.syntax != "auto" else _read_by(written)
     native = syntax.parse(written) == (PROBE_CALL,)
-    tells, why = _tells(settings, syntax, plain)
-    specifications = tuple(map(specification, settings.tools)) if tells == "template" else ()
+    tells, why = _tells(settings, tools, syntax, plain)
+    specifications = tuple(map(specification, tools)) if tells == "template" else ()
     options = ChatOptions(tools=specifications, arguments=settings.chat_template_kwargs, native=native)
     system = settings.system
     if tells == "prompt":
-        listed = described_tools(settings.tools, _example(syntax, settings.tools[0]))
+        listed = described_tools(tools, _example(syntax, tools[0]))
         system = f"{system}\n\n{listed}" if system else listed
     note = f"calls are read as `{syntax.type}` ({because}); tools are told by {why}"
     return Told(renderer=base.with_options(options), system=system, syntax=syntax, note=note)
@@ -68,10 +84,10 @@ def _read_by(written: str) -> tuple[Syntax, str]:
     )
 
 
-def _tells(settings: AgentSettings, syntax: Syntax, renderer: ChatRenderer) -> tuple[str, str]:
+def _tells(settings: AgentSettings, tools: tuple[Tool, ...], syntax: Syntax, renderer: ChatRenderer) -> tuple[str, str]:
     """How the model learns of its tools: `template`, `prompt` or `none`, and this in words."""
     asked = settings.tell_tools
-    by_template = asked in ("auto", "template") and renderer.tells([*map(specification, settings.tools)])
+    by_template = asked in ("auto", "template") and renderer.tells([*map(specification, tools)])
     if asked == "auto" and isinstance(syntax, FunctionSyntax):
         asked = "none"
     if asked == "template" and not (by_template or renderer.stands_in):
