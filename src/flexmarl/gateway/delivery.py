@@ -97,7 +97,7 @@ class Deliveries:
         return first
 
     def left(self, exchange: Exchange, characters: int = 0) -> bool:
-        """Notes that a client has gone, after so many characters; returns True if its replies are sampled for nobody."""
+        """Notes that a client has gone, after so many characters; returns True if they are sampled for nobody."""
         exchange.clients -= 1
         exchange.characters = max(exchange.characters, characters)
         return not exchange.clients and exchange.state is ReplyState.SAMPLING

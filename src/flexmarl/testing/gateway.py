@@ -61,7 +61,7 @@ class AsgiClient:
 
     async def get(self, endpoint: str, **headers: str) -> AsgiReply:
         """Gets something."""
-        return await self.send("GET", endpoint, b"", **headers)
+        return await self.send("GET", endpoint, b"", leaves_after=None, **headers)
 
     async def send(
         self, method: str, endpoint: str, data: bytes, *, leaves_after: int | None = None, **headers: str

@@ -52,7 +52,8 @@ def test_the_next_request_extends_the_sampled_ids_whatever_their_tokenisation():
     tokens, tokenizer = model(scramble=True)
     played = play(program, tokens, tokenizer)
     first, second, third = played.rows
-    assert second.parent == first.sample_id and third.parent == second.sample_id
+    assert second.parent == first.sample_id
+    assert third.parent == second.sample_id
     for parent, child in ((first, second), (second, third)):
         ids = [*parent.prompt_ids, *parent.response_ids]
         assert [*child.prompt_ids][: len(ids)] == ids
@@ -69,8 +70,10 @@ def test_a_reply_whose_client_went_away_is_left_out_of_training_with_the_reason(
         program, *model("The answer is 7, and 7, and 7, and 7, and 7, and 7, and 7, and 7, and 7.", token_s=1)
     )
     lost, got = played.rows
-    assert lost.state is RowState.FILTERED and lost.reason.startswith("undelivered: ")
-    assert played.episode.turns[0].sample_id == got.sample_id and len(played.episode.turns) == 1
+    assert lost.state is RowState.FILTERED
+    assert lost.reason.startswith("undelivered: ")
+    assert played.episode.turns[0].sample_id == got.sample_id
+    assert len(played.episode.turns) == 1
     account = played.account
     assert account.sampled == played.engine_tokens == account.delivered + sum(account.undelivered.values())
     assert len(lost.response_ids) == sum(account.undelivered.values())
@@ -115,7 +118,8 @@ def test_three_choices_are_three_turns_and_the_one_that_is_followed_is_the_paren
 
     played = play(program, *model(lambda prompt, request: f"7 of {request.seed % 1000}"))
     *first, last = played.rows
-    assert len(set(played.notes["texts"])) == 3 and len(played.episode.turns) == 4
+    assert len(set(played.notes["texts"])) == 3
+    assert len(played.episode.turns) == 4
     assert last.parent == first[1].sample_id
     check = [turn.tags.get("choice") for turn in played.episode.turns]
     assert check == [0, 1, 2, None]
@@ -179,7 +183,7 @@ def test_results_of_several_calls_extend_the_turn_that_made_them():
     played = play(program, *model(lambda prompt, request: "7" if "tool\n3" in prompt else two))
     assert len(played.notes["calls"]) == 2
     assert played.account.continuity == {"root": 1, "extends": 1}
-    turns = [row for row in played.rows]
+    turns = list(played.rows)
     assert turns[1].parent == turns[0].sample_id
 
 
@@ -248,8 +252,10 @@ def test_a_program_that_asks_for_ever_ends_its_episode():
             at.notes["last"] = await at.client().post("chat/completions", {"messages": USER})
 
     played = play(program, *model(), max_calls=5)
-    assert played.episode.status is EpisodeStatus.FAILED and "call budget spent" in played.episode.reason
-    assert played.notes["last"].status == 400 and "call budget spent" in played.notes["last"].text
+    assert played.episode.status is EpisodeStatus.FAILED
+    assert "call budget spent" in played.episode.reason
+    assert played.notes["last"].status == 400
+    assert "call budget spent" in played.notes["last"].text
 
 
 def test_calls_depend_on_what_was_delivered_before_they_came():
