@@ -62,6 +62,11 @@ async def _fail(error: EpisodeError) -> None:
 class EpisodeDoor:
     """The door of one episode."""
 
+    history = History
+    deliveries_of = Deliveries
+    heard = HeardGenerate
+    """Its rules; tests of the laws break one in a subclass."""
+
     def __init__(
         self,
         settings: GatewaySettings,
@@ -77,15 +82,15 @@ class EpisodeDoor:
         """`limits`: most tokens of prompt and reply together, by policy."""
         self.key = key
         self.account = Account()
-        self.deliveries = Deliveries()
+        self.deliveries = self.deliveries_of()
         self._settings, self._agents, self._ledger = settings, agents, ledger
-        self._heard = HeardGenerate(context.generate, self.account)
+        self._heard = self.heard(context.generate, self.account)
         self._context = replace(context, generate=self._heard)
         self._url, self._limits, self._programs = url, limits, programs
         self._tasks: asyncio.TaskGroup | None = None
         self._voices: dict[tuple[str, str], Voice] = {}
         self._histories = {
-            name: History(name, thoughts=settings.thoughts, trust_special=agent.trust_special)
+            name: self.history(name, thoughts=settings.thoughts, trust_special=agent.trust_special)
             for name, agent in agents.items()
         }
         self._replies: dict[int, Replies] = {}

@@ -44,9 +44,12 @@ class Sessions:
         events: Events | None = None,
         programs: Programs | None = None,
         new_key: Callable[[], str] = new_key,
+        kind: type[EpisodeDoor] = EpisodeDoor,
     ) -> None:
+        """`url`: where the gateway listens. `limits`: most tokens of prompt and reply together, by policy."""
         self.settings, self.url = settings, url
         self._limits, self._events, self._programs, self._new_key = limits, events, programs, new_key
+        self._kind = kind
         self._doors: dict[str, EpisodeDoor] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED_KEYS)
 
@@ -55,7 +58,7 @@ class Sessions:
         self, agents: Mapping[AgentName, AgentSpec], context: EpisodeContext, ledger: Ledger
     ) -> AsyncIterator[Door]:
         """Opens a door for an episode."""
-        door = EpisodeDoor(
+        door = self._kind(
             self.settings,
             agents,
             context,

@@ -2,8 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,9 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import EpisodeAccount
 from flexmarl.experience.backends.sqlite import SqliteStore
-from flexmarl.experience.interface import Row
+from flexmarl.experience.interface import PartialRow, Row
 from flexmarl.experience.turn_rows import TURN_COLUMNS
+from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.server import application
 from flexmarl.gateway.sessions import Sessions
 from flexmarl.gateway.settings import GatewaySettings
@@ -141,11 +143,22 @@ class TokenModel:
         )
 
 
+class CountingStore(SqliteStore):
+    """A store that counts the responses it has."""
+
+    responses = 0
+
+    async def put(self, agent: AgentName, rows: Sequence[PartialRow]) -> None:
+        await super().put(agent, rows)
+        self.responses += sum("response_ids" in row.values for row in rows)
+
+
 class At:
     """A door, the clients at its seats, and room for what a test wants to remember."""
 
-    def __init__(self, door: Door, app: Any, team: Team) -> None:
-        self.door, self.app, self.team, self.notes = door, app, team, dict[str, Any]()
+    def __init__(self, door: Door, app: Any, team: Team, store: "CountingStore") -> None:
+        self.door, self.app, self.team, self.store = door, app, team, store
+        self.notes: dict[str, Any] = {}
 
     def client(self, seat: str = "solver") -> AsgiClient:
         return AsgiClient(self.app, self.door.seats[seat])
@@ -156,6 +169,11 @@ class At:
         return reply.json
 
 
+@cache
+def renderer_of(tokenizer: PreTrainedTokenizerFast) -> ChatRenderer:
+    return ChatRenderer(tokenizer)
+
+
 def play(
     program: Callable[[At], Awaitable[None]],
     model: "TokenModel",
@@ -163,6 +181,7 @@ def play(
     *,
     agent: dict[str, Any] | None = None,
     limits: dict[PolicyName, int] | None = None,
+    kind: type[EpisodeDoor] = EpisodeDoor,
     **settings: Any,
 ) -> Played:
     """Plays one episode; `program` speaks through the door."""
@@ -173,21 +192,23 @@ def play(
     async def run() -> Played:
         events, accounts = Events(), list[EpisodeAccount]()
         events.listen(EpisodeAccount, accounts.append)
-        sessions = Sessions(GatewaySettings(**settings), url="http://127.0.0.1:1", limits=limits or {}, events=events)
+        sessions = Sessions(
+            GatewaySettings(**settings), url="http://127.0.0.1:1", limits=limits or {}, events=events, kind=kind
+        )
         app = application(sessions)
 
         async def workflow(task: Task, seats: Team) -> None:
             async with seats.door() as door:
-                at = At(door, app, seats)
+                at = At(door, app, seats, store)
                 try:
                     await program(at)
                 finally:
                     notes.update(at.notes, key=door.seats["solver"].key, app=app, seat=door.seats["solver"])
             seats.reward(1.0)
 
-        spec = TeamSpec.build(given, {POLICY: ChatRenderer(tokenizer)}, [POLICY])
+        spec = TeamSpec.build(given, {POLICY: renderer_of(tokenizer)}, [POLICY])
         spec = type(spec)(agents=spec.agents, trained=spec.trained, run=workflow)
-        store = SqliteStore(agents=[AgentName(name) for name in SEATS], columns=TURN_COLUMNS)
+        store = CountingStore(agents=[AgentName(name) for name in SEATS], columns=TURN_COLUMNS)
         player = Player(
             team=spec, generate=model, run_seed=0, timeout_s=1000.0, store=store, events=events, doors=sessions
         )

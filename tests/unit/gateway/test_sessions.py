@@ -1,4 +1,5 @@
 import asyncio
+from functools import cache
 
 import pytest
 
@@ -22,8 +23,11 @@ TOOLS = [
 CALL = 'Let me count <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
 
 
+byte_pairs_once = cache(byte_pairs)
+
+
 def model(reply="The answer is 7.", **options):
-    tokenizer = byte_pairs()
+    tokenizer = byte_pairs_once()
     return TokenModel(tokenizer, reply if callable(reply) else lambda prompt, request: reply, **options), tokenizer
 
 
