@@ -9,6 +9,7 @@
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from flexmarl.agents.chat import ChatOptions, ChatRenderer
 from flexmarl.agents.extension import PROBE
@@ -20,6 +21,8 @@ from flexmarl.tools.interface import specification
 
 FAMILIES: tuple[Syntax, ...] = (XmlSyntax(), TagSyntax(), MistralSyntax(), LlamaSyntax())
 """Syntaxes in which chat templates write calls; the one without marks of its own comes last."""
+MOST_TOLD = 256
+"""Most sets of tools whose wording an agent keeps."""
 PROBE_CALL = ToolCall(PROBE.name, json.loads(PROBE.arguments))
 
 
@@ -34,16 +37,26 @@ class Told:
     """The decisions in words; empty for an agent without tools."""
 
 
-@dataclass(frozen=True, slots=True)
 class Teller:
     """An agent's settings and its policy's renderer, with which a program may offer it tools of its own."""
 
-    settings: AgentSettings
-    base: ChatRenderer
+    def __init__(self, settings: AgentSettings, base: ChatRenderer) -> None:
+        self._settings, self._base = settings, base
+        self._told: dict[str, Told] = {}
+        """By the tools in words: every episode offers the same, and schemas take long to check."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has what was told of its own."""
+        return Teller, (self._settings, self._base)
 
     def told(self, tools: tuple[Tool, ...]) -> Told:
         """The agent's renderer, role prompt and syntax with these tools. Raises ConfigError that names the fault."""
-        return told_of_tools(self.settings, self.base, tools)
+        key = repr(tools)
+        if key not in self._told:
+            if len(self._told) >= MOST_TOLD:
+                del self._told[next(iter(self._told))]
+            self._told[key] = told_of_tools(self._settings, self._base, tools)
+        return self._told[key]
 
 
 def told_of_tools(settings: AgentSettings, base: ChatRenderer, offered: tuple[Tool, ...] | None = None) -> Told:
