@@ -17,7 +17,7 @@ LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class DoorAddress:
     """The place that a path names."""
 
     key: str
@@ -27,23 +27,23 @@ class Address:
     """The part behind `v1/`, e.g. `chat/completions`."""
 
 
-def address_of(path: str) -> Address | None:
+def address_of(path: str) -> DoorAddress | None:
     """The address that a path names, or None.
 
     >>> address_of("/e/5f1c/solver/v1/messages")
-    Address(key='5f1c', seat='solver', endpoint='messages')
+    DoorAddress(key='5f1c', seat='solver', endpoint='messages')
     """
     parts = [part for part in path.split("/") if part]
     if len(parts) < 4 or parts[0] != "e":
         return None
     if parts[2] == "v1":
-        return Address(key=parts[1], endpoint="/".join(parts[3:]))
+        return DoorAddress(key=parts[1], endpoint="/".join(parts[3:]))
     if len(parts) > 4 and parts[3] == "v1":
-        return Address(key=parts[1], seat=parts[2], endpoint="/".join(parts[4:]))
+        return DoorAddress(key=parts[1], seat=parts[2], endpoint="/".join(parts[4:]))
     return None
 
 
-def seat_of(address: Address, model: str, seats: Collection[str], models: Mapping[str, str]) -> str:
+def seat_of(address: DoorAddress, model: str, seats: Collection[str], models: Mapping[str, str]) -> str:
     """The seat that a request speaks for. `models` maps foreign names to seats. Raises Refused with 404.
 
     A path without a seat takes `model` as the seat's name; of a single seat, any name.

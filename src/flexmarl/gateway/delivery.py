@@ -45,8 +45,8 @@ class Exchange:
     """The most characters of it that were sent to one client."""
 
 
-class Verdict(NamedTuple):
-    """What a request is."""
+class Reception(NamedTuple):
+    """The decision about a request."""
 
     exchange: Exchange
     how: Literal["new", "joins", "again"]
@@ -60,7 +60,7 @@ class Deliveries:
         self.exchanges: list[Exchange] = []
         self._by_key: defaultdict[str, list[Exchange]] = defaultdict(list)
 
-    def asked(self, key: str, *, retries: bool) -> Verdict:
+    def asked(self, key: str, *, retries: bool) -> Reception:
         """Decides what a request is, and counts its client."""
         earlier = self._by_key[key]
         gone = [one for one in earlier if one.state is ReplyState.SAMPLING and not one.clients]
@@ -77,7 +77,7 @@ class Deliveries:
         exchange = Exchange(len(self.exchanges), key)
         self.exchanges.append(exchange)
         earlier.append(exchange)
-        return Verdict(exchange, "new", "a parallel sample" if len(earlier) > 1 else "not asked before")
+        return Reception(exchange, "new", "a parallel sample" if len(earlier) > 1 else "not asked before")
 
     def finished(self, exchange: Exchange) -> None:
         """Notes that all replies are sampled and stored."""
@@ -102,6 +102,6 @@ class Deliveries:
         exchange.characters = max(exchange.characters, characters)
         return not exchange.clients and exchange.state is ReplyState.SAMPLING
 
-    def _given(self, exchange: Exchange, how: Literal["joins", "again"], because: str) -> Verdict:
+    def _given(self, exchange: Exchange, how: Literal["joins", "again"], because: str) -> Reception:
         exchange.clients += 1
-        return Verdict(exchange, how, because)
+        return Reception(exchange, how, because)

@@ -1,6 +1,6 @@
 """Runs the door of one episode: each request becomes turns of a seat, each reply is delivered or left out.
 
-    request ──► Deliveries: new, joins, again ──► History: prompt ──► Caller ──► engine ──► row ──► Answer ──► client
+    request ──► Deliveries: new, joins, again ──► history: prompt ──► Caller ──► engine ──► row ──► Answer ──► client
                                                                                   delivered: a turn of the episode
                                                                                   lost: FILTERED, with the reason
 
@@ -33,7 +33,7 @@ from flexmarl.gateway.account import Account, AccountRow, undelivered
 from flexmarl.gateway.delivery import Deliveries, Exchange, ReplyState
 from flexmarl.gateway.dialects.base import Answer, Ask, Dialect, OfferedTool, Refused, ReplyChoice, Said, overflow
 from flexmarl.gateway.heard import SAMPLED, HeardGenerate, Replies, Voice
-from flexmarl.gateway.history import History, Plan, Spoken
+from flexmarl.gateway.history import DeliveredTurn, PromptPlan, SeatHistory
 from flexmarl.gateway.reply_parts import ReplyParts, forced_words, read_reply
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn
@@ -62,7 +62,7 @@ async def _fail(error: EpisodeError) -> None:
 class EpisodeDoor:
     """The door of one episode."""
 
-    history = History
+    history = SeatHistory
     deliveries_of = Deliveries
     heard = HeardGenerate
     """Its rules; tests of the laws break one in a subclass."""
@@ -200,7 +200,7 @@ class EpisodeDoor:
         for index, turn in replies.turns.items():
             parts, choice = replies.parts[index]
             reply = Said(role="assistant", text=replies.begun[: replies.hidden] + choice.text, calls=choice.calls)
-            spoken = Spoken(
+            spoken = DeliveredTurn(
                 sample_id=turn.sample_id,
                 prompt_ids=turn.prompt_ids,
                 response_ids=turn.response_ids,
@@ -273,7 +273,7 @@ class EpisodeDoor:
         self.account.retokenised += plan.retokenised
         return replies
 
-    def _prompt(self, seat: AgentName, ask: Ask, session: str) -> tuple[Plan, str, int, Voice]:
+    def _prompt(self, seat: AgentName, ask: Ask, session: str) -> tuple[PromptPlan, str, int, Voice]:
         """The prompt, the words it must end with, how many of them are the client's own, and the voice."""
         try:
             voice = self._voice(seat, ask.tools)
@@ -286,7 +286,7 @@ class EpisodeDoor:
             raise Refused(str(error), code="not_renderable") from None
         return plan, begun, len(ask.prefill), voice
 
-    def _begun_ids(self, seat: AgentName, ask: Ask, plan: Plan, begun: str) -> IntArray:
+    def _begun_ids(self, seat: AgentName, ask: Ask, plan: PromptPlan, begun: str) -> IntArray:
         renderer = self._voice(seat, ask.tools).spec.renderer
         # Marks of a call are the template's own tokens; words of the client are text.
         words = renderer.encode_text(begun) if ask.must_call is None else renderer.encode(begun)

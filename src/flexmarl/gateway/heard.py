@@ -17,7 +17,7 @@ from flexmarl.errors import EngineError
 from flexmarl.gateway.account import Account
 from flexmarl.gateway.delivery import Exchange
 from flexmarl.gateway.dialects.base import Answer, Ask, Refused, ReplyChoice
-from flexmarl.gateway.history import Plan
+from flexmarl.gateway.history import PromptPlan
 from flexmarl.gateway.reply_parts import ReplyParts
 from flexmarl.records import AgentName, Generation, GenerationRequest, SampleId, Turn
 
@@ -39,7 +39,7 @@ class Replies:
     ask: Ask
     seat: AgentName
     voice: Voice
-    plan: Plan
+    plan: PromptPlan
     begun: str
     """Words that the prompt ends with and the reply begins with."""
     hidden: int

@@ -71,7 +71,7 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Spoken:
+class DeliveredTurn:
     """A turn whose reply was delivered."""
 
     sample_id: SampleId
@@ -93,7 +93,7 @@ class Spoken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PromptPlan:
     """A prompt, and why it is made so."""
 
     ids: IntArray
@@ -102,7 +102,7 @@ class Plan:
     """The history's key."""
     loose_key: bytes
     """The same without the tools."""
-    parent: Spoken | None = None
+    parent: DeliveredTurn | None = None
     continuity: Continuity = "root"
     why: str = ""
     """Why it was rendered anew."""
@@ -117,15 +117,15 @@ class Plan:
     thinking: bool = False
 
 
-class History:
+class SeatHistory:
     """The turns of one seat in one episode."""
 
     def __init__(self, seat: str, *, thoughts: Thoughts = "as_template", trust_special: bool = False) -> None:
         self._seat, self._thoughts, self._trust = seat, thoughts, trust_special
-        self._by_key: defaultdict[bytes, list[Spoken]] = defaultdict(list)
+        self._by_key: defaultdict[bytes, list[DeliveredTurn]] = defaultdict(list)
         self._loose: set[bytes] = set()
         self._replies: set[bytes] = set()
-        self._turns: list[Spoken] = []
+        self._turns: list[DeliveredTurn] = []
         self._lanes: dict[tuple[object, ...], int] = {}
         self._threads = 0
 
@@ -138,7 +138,7 @@ class History:
         syntax: Syntax | None = None,
         system: str = "",
         session: str = "",
-    ) -> Plan:
+    ) -> PromptPlan:
         """Makes the prompt of a request. Raises ConfigError if the template cannot render its roles.
 
         `system`: a role prompt before that of the request. `syntax`: how the agent writes calls. `session`: the
@@ -155,14 +155,14 @@ class History:
         if found is not None and not why:
             before, answers = as_messages(told[: place + shift], syntax), as_messages(told[place + shift + 1 :], syntax)
             ids, why = self._continued(writer, found, before, answers)
-        parent: Spoken | None = found if ids is not None else None
+        parent: DeliveredTurn | None = found if ids is not None else None
         if ids is None:
             ids = writer.render(as_messages(told, syntax), trust_special=self._trust)
             parent = self._begun_by(ids)
         has_replies = any(message.role == "assistant" for message in messages)
         thread = parent.thread if parent else found.thread if found else self._new_thread()
         thinking = any(holds_thought(f"{one.thought or ''}{one.text}") for one in messages if one.role == "assistant")
-        return Plan(
+        return PromptPlan(
             ids=ids,
             key=keys[-1],
             loose_key=loose[-1],
@@ -185,7 +185,7 @@ class History:
         finally:
             self._lanes, self._threads = lanes, threads
 
-    def spoke(self, plan: Plan, reply: Said, spoken: Spoken) -> None:
+    def spoke(self, plan: PromptPlan, reply: Said, spoken: DeliveredTurn) -> None:
         """Adds a turn whose reply the client has got. `reply`: as it was delivered."""
         said = canon(reply)
         self._by_key[_digest(plan.key, said)].append(spoken)
@@ -193,7 +193,7 @@ class History:
         self._replies.add(said)
         self._turns.append(spoken)
 
-    def _found(self, messages: Sequence[Said], keys: Sequence[bytes]) -> tuple[Spoken | None, int, bool]:
+    def _found(self, messages: Sequence[Said], keys: Sequence[bytes]) -> tuple[DeliveredTurn | None, int, bool]:
         """The turn that wrote the last reply that is known, that reply's place, and whether several fit."""
         for place in range(len(messages) - 1, -1, -1):
             message = messages[place]
@@ -204,7 +204,9 @@ class History:
             return (named or hits)[-1], place, len(hits) > 1 and not named
         return None, -1, False
 
-    def _why_not(self, found: Spoken | None, messages: Sequence[Said], place: int, loose: Sequence[bytes]) -> str:
+    def _why_not(
+        self, found: DeliveredTurn | None, messages: Sequence[Said], place: int, loose: Sequence[bytes]
+    ) -> str:
         """Why the turn's ids cannot be continued; empty if they can."""
         later = [index for index in range(place + 1, len(messages)) if messages[index].role == "assistant"]
         if later:
@@ -222,7 +224,7 @@ class History:
         return "" if place + 1 < len(messages) else "nothing follows the reply"
 
     def _continued(
-        self, writer: Writer, found: Spoken, before: Sequence[Message], answers: Sequence[Message]
+        self, writer: Writer, found: DeliveredTurn, before: Sequence[Message], answers: Sequence[Message]
     ) -> tuple[IntArray | None, str]:
         """The prompt that continues a turn; or None and why the template does not allow it."""
         thinking = found.thinking and self._thoughts == "as_template"
@@ -237,7 +239,7 @@ class History:
         ids = writer.bridge(before, prompt, response, answers, trust_special=self._trust)
         return (None, "template rewrites") if ids is None else (ids, "")
 
-    def _begun_by(self, ids: IntArray) -> Spoken | None:
+    def _begun_by(self, ids: IntArray) -> DeliveredTurn | None:
         """The longest turn with whose prompt and response these ids begin."""
         fits = [turn for turn in self._turns if turn.length < len(ids) and _common(ids, turn) == turn.length]
         return max(fits, key=lambda turn: turn.length, default=None)
@@ -295,7 +297,7 @@ def _name(tool: OfferedTool) -> str:
     return tool.name
 
 
-def _common(ids: IntArray, turn: Spoken) -> int:
+def _common(ids: IntArray, turn: DeliveredTurn) -> int:
     """Number of ids that a prompt and a turn begin with alike."""
     history = np.concatenate((turn.prompt_ids, turn.response_ids))[: len(ids)]
     differs = np.flatnonzero(history != ids[: len(history)])

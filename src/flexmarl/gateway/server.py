@@ -26,13 +26,13 @@ from starlette.types import Receive, Scope, Send
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import described
 from flexmarl.events.safe_json import parse_json
-from flexmarl.gateway.addresses import Address, address_of, check_caller, seat_of
+from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, seat_of
 from flexmarl.gateway.dialects import DIALECTS, Dialect
 from flexmarl.gateway.dialects.base import Answer, Ask, Refused, by_words
 from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.heard import Replies
 from flexmarl.gateway.sessions import Sessions
-from flexmarl.gateway.sse import FIRST_BEAT_S, Client, Stream
+from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse
 
 COUNT = "messages/count_tokens"
 
@@ -68,7 +68,7 @@ class DoorApp:
             await asyncio.sleep(0)  # A program in this process that asks for ever must not stop the loop.
             await JSONResponse(dialect.error(refused), refused.status)(scope, receive, send)
 
-    def _get(self, address: Address, door: EpisodeDoor, request: Request) -> Response:
+    def _get(self, address: DoorAddress, door: EpisodeDoor, request: Request) -> Response:
         """Lists the models, or gives or forgets a stored response."""
         if address.endpoint == "models" and request.method == "GET":
             return JSONResponse(_models(door, anthropic="anthropic-version" in request.headers))
@@ -84,7 +84,7 @@ class DoorApp:
         raise Refused(f"{request.method} is not served at {address.endpoint!r}", status=405, code="method_not_allowed")
 
     async def _post(
-        self, address: Address, dialect: Dialect, door: EpisodeDoor, request: Request, client: Client, send: Send
+        self, address: DoorAddress, dialect: Dialect, door: EpisodeDoor, request: Request, client: Client, send: Send
     ) -> None:
         """Reads a body, and serves what it asks for."""
         if address.endpoint not in (*DIALECTS, COUNT):
@@ -114,12 +114,12 @@ class DoorApp:
         with _served(door, replies) as sent:
             async with client.watched():
                 if ask.stream:
-                    await self._stream(dialect, ask, replies, client, Stream(send), sent)
+                    await self._stream(dialect, ask, replies, client, EventResponse(send), sent)
                 else:
                     await self._whole(dialect, ask, replies, client, send, sent)
 
     async def _whole(
-        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, send: Send, sent: "Sent"
+        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, send: Send, sent: "HandedOver"
     ) -> None:
         if not await client.waits_for(replies.answer):
             return
@@ -133,7 +133,7 @@ class DoorApp:
         sent.all = status == 200 and not client.is_gone
 
     async def _stream(
-        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, stream: Stream, sent: "Sent"
+        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, stream: EventResponse, sent: "HandedOver"
     ) -> None:
         await stream.start()
         wait_s = min(FIRST_BEAT_S, self._settings.heartbeat_s)
@@ -158,7 +158,7 @@ class DoorApp:
             sent.all = not client.is_gone
 
 
-class Sent:
+class HandedOver:
     """How much of a reply a client has got."""
 
     def __init__(self) -> None:
@@ -167,9 +167,9 @@ class Sent:
 
 
 @contextmanager
-def _served(door: EpisodeDoor, replies: Replies) -> Iterator[Sent]:
+def _served(door: EpisodeDoor, replies: Replies) -> Iterator[HandedOver]:
     """A block that serves replies to one client; the door is told what became of them, whatever happens."""
-    sent = Sent()
+    sent = HandedOver()
     try:
         yield sent
     finally:
@@ -178,7 +178,7 @@ def _served(door: EpisodeDoor, replies: Replies) -> Iterator[Sent]:
         door.left(replies, sent.characters)
 
 
-def _dialect_of(address: Address | None, headers: Mapping[str, str]) -> Dialect:
+def _dialect_of(address: DoorAddress | None, headers: Mapping[str, str]) -> Dialect:
     endpoint = address.endpoint if address else ""
     if endpoint.startswith("messages") or (endpoint not in DIALECTS and "anthropic-version" in headers):
         return DIALECTS["messages"]

@@ -1,7 +1,7 @@
 """Server-sent events on ASGI: a response that is sent frame by frame, and the client's side of the connection.
 
 Client    says whether the client is still there
-Stream    a response of events, from its start to the last frame
+EventResponse    a response of events, from its start to the last frame
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class Client:
         return answer.done()
 
 
-class Stream:
+class EventResponse:
     """A response of events."""
 
     def __init__(self, send: Send) -> None:

@@ -20,7 +20,7 @@ OPENAI, ANTHROPIC = "openai", "anthropic"
 
 @dataclass(slots=True)
 class AsgiReply:
-    """What a client has got."""
+    """The response as far as a client has got it."""
 
     status: int = 0
     frames: list[bytes] = field(default_factory=list)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -21,7 +22,7 @@ from flexmarl.experience.backends.sqlite import SqliteStore
 from flexmarl.experience.interface import PartialRow, Row
 from flexmarl.experience.turn_rows import TURN_COLUMNS
 from flexmarl.gateway.episode_door import EpisodeDoor
-from flexmarl.gateway.server import application
+from flexmarl.gateway.server import application, listening_socket, serving
 from flexmarl.gateway.sessions import Sessions
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import (
@@ -182,9 +183,10 @@ def play(
     agent: dict[str, Any] | None = None,
     limits: dict[PolicyName, int] | None = None,
     kind: type[EpisodeDoor] = EpisodeDoor,
+    sockets: bool = False,
     **settings: Any,
 ) -> Played:
-    """Plays one episode; `program` speaks through the door."""
+    """Plays one episode; `program` speaks through the door, with `sockets` in real time and over HTTP."""
     agents = {name: {"policy": POLICY, **(agent or {})} for name in SEATS}
     given = TeamSettings.model_validate({"agents": agents, "workflow": {"type": "sequential", "agents": SEATS}})
     notes: dict[str, Any] = {}
@@ -192,8 +194,10 @@ def play(
     async def run() -> Played:
         events, accounts = Events(), list[EpisodeAccount]()
         events.listen(EpisodeAccount, accounts.append)
+        listening = listening_socket("127.0.0.1", 0) if sockets else None
+        port = listening.getsockname()[1] if listening else 1
         sessions = Sessions(
-            GatewaySettings(**settings), url="http://127.0.0.1:1", limits=limits or {}, events=events, kind=kind
+            GatewaySettings(**settings), url=f"http://127.0.0.1:{port}", limits=limits or {}, events=events, kind=kind
         )
         app = application(sessions)
 
@@ -212,10 +216,13 @@ def play(
         player = Player(
             team=spec, generate=model, run_seed=0, timeout_s=1000.0, store=store, events=events, doors=sessions
         )
-        episode = await player.play(GROUP, 0)
+        async with serving(app, listening) if listening else nullcontext():
+            episode = await player.play(GROUP, 0)
+        if episode.failure and episode.failure.kind != "EpisodeError":  # An assertion of the program's, mostly.
+            raise AssertionError(episode.reason_and_place)
         ids = [SampleId(request.request_id) for request in model.requests]
         rows = [StoredTurn.of(row) for row in await store.get(ids)]
         await store.close()
         return Played(episode, accounts[-1], rows, model.tokens, notes)
 
-    return run_virtual(run())
+    return asyncio.run(run()) if sockets else run_virtual(run())

@@ -12,7 +12,7 @@ from flexmarl.gateway.account import AccountRow
 from flexmarl.gateway.delivery import Deliveries
 from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.heard import HeardGenerate
-from flexmarl.gateway.history import History
+from flexmarl.gateway.history import SeatHistory
 from flexmarl.records import EpisodeStatus, SampleId, split_sample_id
 from tests.unit.agents import tokenizers_for_tests as samples
 from tests.unit.gateway.doors import At, Played, TokenModel, play
@@ -182,7 +182,7 @@ def test_no_token_is_lost_doubled_or_guessed_whatever_a_program_does(template, s
     assert broken(seed, template) == []
 
 
-class LastWins(History):
+class LastWins(SeatHistory):
     """Of turns that say the same, the last one is continued."""
 
     def spoke(self, plan, reply, spoken):
@@ -191,7 +191,7 @@ class LastWins(History):
             self._by_key[key] = turns[-1:]
 
 
-class TextAlone(History):
+class TextAlone(SeatHistory):
     """What was said decides, not how it ended."""
 
     def _why_not(self, found, messages, place, loose):

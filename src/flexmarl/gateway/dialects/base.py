@@ -52,7 +52,7 @@ class Said:
     """An assistant's thought, if the client sent one back."""
     calls: tuple[SaidCall, ...] = ()
     call_id: str = ""
-    """Of a tool's message: the call that it answers."""
+    """The call that a tool's message answers."""
     issued: str = ""
     """A name that the gateway gave to the reply, if the client sent it back: a signature or an item's id."""
 

@@ -165,7 +165,7 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 def chosen(choice: Any, names: list[str]) -> tuple[bool, str | None]:
-    """What `tool_choice` says: (whether tools may be called, the tool that must be)."""
+    """The meaning of `tool_choice`: (whether tools may be called, the tool that must be)."""
     if choice in (None, "auto"):
         return True, None
     if choice == "none":

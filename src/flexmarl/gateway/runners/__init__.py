@@ -1,1 +1,1 @@
-"""What plays at doors. In: a task and addresses of seats. Out: an answer."""
+"""Runs programs at doors. In: a task and addresses of seats. Out: an answer."""
