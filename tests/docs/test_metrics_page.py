@@ -11,6 +11,7 @@ from flexmarl.assemble.commands import assemble_run
 from flexmarl.assemble.simulation import simulate
 from flexmarl.config import load_run
 from flexmarl.events.metrics import read_metrics
+from tests import program_of_a_run
 from tests.docs.pages import prose
 
 PAGE = "docs/howto/metrics.md"
@@ -39,6 +40,17 @@ class OddSyntax(SyntaxBase):
         return "?"
 """
 """Takes any text for a call that cannot be read: a random model writes no better one."""
+
+
+def measured(text: str) -> str:
+    """The text with names of this file's own for what it registers."""
+    return (
+        text.replace("two_turns", "measured_turns")
+        .replace("digits_in", "measured_in")
+        .replace('"raises"', '"measured_raises"')
+    )
+
+
 RUNS = {
     "refilled, with a critic and a KL reward": (
         "credit.filter.refill=true",
@@ -60,6 +72,7 @@ RUNS = {
         "team.agents.solver.tell_tools=none",
         "team.agents.solver.max_tool_calls=1",
     ),
+    "a program at the gateway": tuple(map(measured, program_of_a_run.OVERRIDES)),
 }
 """Runs whose metrics, taken together, are all that there are."""
 SIMULATED = (
@@ -82,6 +95,7 @@ def written(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> frozen
     folder = tmp_path_factory.mktemp("metrics") / "team"
     shutil.copytree(small_run.parent, folder)
     (folder / "odd_syntax.py").write_text(ODD_SYNTAX)
+    (folder / "program.py").write_text(measured(program_of_a_run.PROGRAM))
     for file in (folder / "tasks.py", folder / small_run.name):
         text = file.read_text()
         for old, new in CHANGES.items():

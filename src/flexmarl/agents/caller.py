@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
-from flexmarl.agents.chat import ChatRenderer, Conversation
+from flexmarl.agents.chat import ChatRenderer, Prompt
 from flexmarl.agents.context import EpisodeContext, Memory, call_seed, context_hash
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Parser
@@ -30,6 +31,9 @@ from flexmarl.records import (
 )
 from flexmarl.tools import Tool
 from flexmarl.tools.syntax import Syntax
+
+if TYPE_CHECKING:
+    from flexmarl.agents.telling import Teller
 
 _FAILURES = {FinishReason.ERROR: (EngineError, "failed"), FinishReason.ABORT: (EpisodeError, "was aborted")}
 
@@ -56,6 +60,8 @@ class AgentSpec:
     max_result_chars: int = 8192
     memory: Memory = "none"
     trust_special: bool = False
+    teller: "Teller | None" = None
+    """Tells the agent of other tools than its own: those of a program that speaks for it. None: it has no settings."""
 
     def full_sampling(self, overrides: Mapping[str, int | float]) -> Sampling:
         """The agent's sampling with the overrides, and with all strings and ids at which generation must stop."""
@@ -109,17 +115,17 @@ class Caller:
     def _kept_ids(self) -> frozenset[int]:
         return self._agent.kept_ids
 
-    async def call(self, conversation: Conversation, act: Act, max_tokens: int) -> AgentCall:
-        """Makes one call of an act, from the conversation's prompt to the engine's answer.
+    async def call(self, prompt: Prompt, act: Act, max_tokens: int, *, stop: tuple[str, ...] = ()) -> AgentCall:
+        """Makes one call of an act, from its prompt to the engine's answer. `stop`: further texts that end the answer.
 
         Raises EngineError for an answer with an error and EpisodeError for an aborted one, after recording the tokens
         sampled until then.
         """
-        agent, context, prompt_ids = self._agent, self._context, conversation.prompt_ids
+        agent, context, prompt_ids = self._agent, self._context, prompt.ids
         hashed = context_hash(agent.policy, prompt_ids)
         # Numbered before anything is awaited, so that numbers follow the order in which the workflow sends.
         numbers = self._ledger.next_call(agent.name, hashed)
-        node, parent = context.node, conversation.parent
+        node, parent = context.node, prompt.parent
         sent = SentCall(
             sample_id=make_sample_id(context.task.input_id, numbers.hop, context.trajectory_id),
             episode=context.episode,
@@ -129,7 +135,7 @@ class Caller:
             call=numbers.call,
             act_hop=numbers.hop if act.hop is None else act.hop,
             turn=len(node.path) - 1 if node else act.turn,
-            branch=node.branch(numbers.of_fork) if node else str(conversation.branch),
+            branch=node.branch(numbers.of_fork) if node else str(prompt.branch),
             path=node.path if node else (),
             context_hash=hashed,
             after=self._ledger.graph.sent(numbers.hop, None if parent is None else split_sample_id(parent)[1]),
@@ -137,7 +143,7 @@ class Caller:
             purpose=context.purpose,
             tags=act.tags,
         )
-        full = self.sampling
+        full = replace(self.sampling, stop=(*self.sampling.stop, *stop)) if stop else self.sampling
         request = GenerationRequest(
             request_id=sent.sample_id,
             policy=agent.policy,
@@ -146,7 +152,7 @@ class Caller:
             seed=call_seed(context.run_seed, context.stream, agent.name, hashed, numbers.nth),
             agent=agent.name,
             purpose=context.purpose,
-            conversation=f"{context.trajectory_id}/{agent.name}/{conversation.branch}",
+            conversation=f"{context.trajectory_id}/{agent.name}/{prompt.branch}",
         )
         turn_of = partial(self._turn, sent, request)
         with Outside():
@@ -167,10 +173,13 @@ class Caller:
         """Text of a response [R], with the markers of tool calls and without other special tokens."""
         return self._agent.renderer.decode(response_ids, self._kept_ids)
 
-    async def record(self, call: AgentCall, valid: bool) -> Turn:
-        """Records an answered call in the ledger and in the recorder; returns its turn."""
+    async def record(self, call: AgentCall, valid: bool, *, known: bool = True) -> Turn:
+        """Records an answered call in the ledger and in the recorder; returns its turn.
+
+        `known` False: nobody has read the answer yet, so that no other call depends on it.
+        """
         turn = self._turn(call.sent, call.request, call.generation, text=call.text, valid=valid)
-        self._ledger.add(turn)
+        self._ledger.add(turn, known=known)
         with Outside():
             await self._context.recorder.turn(turn)
         return turn

@@ -30,12 +30,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MOST_TWINS = 256
+"""Most renderers with other options that a renderer keeps: programs at a gateway bring tools of their own."""
 CACHED_TEXTS = 4096
 """Rendered prompts, and suffixes, that a renderer caches. The samples of a group share theirs."""
 
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"})
 """Arguments of `apply_chat_template` that are set here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of one call."""
+
+    ids: IntArray
+    """[P] the exact ids that the engine gets."""
+    parent: SampleId | None = None
+    """The turn whose prompt and response these ids begin with; None for a prompt that was rendered anew."""
+    branch: int = 0
+    """Number of the conversation that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +149,8 @@ class ChatRenderer:
         vars(twin).update(vars(self))
         twin._set_options(options)
         self._twins[repr(options)] = twin
+        if len(self._twins) > MOST_TWINS:
+            del self._twins[next(iter(self._twins))]
         return twin
 
     @property
@@ -174,6 +190,10 @@ class ChatRenderer:
         """Ids of a text. Control tokens written in it become their ids; none is added."""
         return self._tokens.encode(text)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text, as part of a message: control tokens written in it stay text."""
+        return self._encoded(lambda said: said[0].content, [Message("user", text)], False).tolist()
+
     def decode(self, ids: Sequence[int] | IntArray, kept: frozenset[int] = frozenset()) -> str:
         """Text of ids without special tokens, except those `kept`."""
         return self._tokens.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids, kept)
@@ -200,7 +220,32 @@ class ChatRenderer:
         """
         if self.extension.why_not(answers[0].role, thinking=thinking):
             return None
-        suffix = self._suffix(answers, trust_special)
+        return self._joined(prompt_ids, response_ids, self._suffix(answers, trust_special))
+
+    def bridge(
+        self,
+        before: Sequence[Message],
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        answers: Sequence[Message],
+        *,
+        trust_special: bool = False,
+    ) -> IntArray | None:
+        """[P'] as `extend`, for any answers: the template is run on this very conversation, with a placeholder as the
+        response. None if it then writes the messages `before` in another way.
+
+        `before`: the messages that `prompt_ids` were made of, as they are told now.
+        """
+        place = len(before)
+
+        def behind(messages: Sequence[Message]) -> str:
+            return self._template.behind(messages[:place], messages[place:])
+
+        suffix = self._encoded(behind, [*before, *answers], trust_special)
+        return self._joined(prompt_ids, response_ids, suffix) if len(suffix) else None
+
+    def _joined(self, prompt_ids: IntArray, response_ids: IntArray, suffix: IntArray) -> IntArray | None:
+        """Prompt, response and suffix, with the token that ends the response once; None if it ended with another."""
         last = int(response_ids[-1]) if len(response_ids) else None
         if last == suffix[0]:
             suffix = suffix[1:]
@@ -294,7 +339,7 @@ def spoken_from(text: str) -> int:
     return len(text) if "<think>" in rest else len(text) - len(rest) if closed else 0
 
 
-__all__ = ["ChatOptions", "ChatRenderer", "Message", "Role", "SaidCall", "holds_thought", "spoken_from"]
+__all__ = ["ChatOptions", "ChatRenderer", "Message", "Prompt", "Role", "SaidCall", "holds_thought", "spoken_from"]
 
 
 _NO_IDS: IntArray = np.zeros(0, dtype=np.int32)
@@ -351,6 +396,11 @@ class Conversation:
         self._last = turn
         self.parent = turn.sample_id
         self.prompt_ids = np.concatenate((turn.prompt_ids, turn.response_ids))
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt of the next call."""
+        return Prompt(self.prompt_ids, self.parent, self.branch)
 
     @property
     def num_results(self) -> int:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
+from flexmarl.agents.doors import Doors
 from flexmarl.records import (
     EpisodeId,
     Generation,
@@ -180,6 +181,8 @@ class EpisodeContext:
     """The candidate that the team plays, if it plays in a tree of turns."""
     tools: OpenTools = field(default_factory=OpenTools)
     """The tools that are open in the episode."""
+    doors: Doors | None = None
+    """Opens addresses at which programs play its seats, if the run has a gateway."""
 
     @property
     def episode(self) -> EpisodeId:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flexmarl.errors import EpisodeError
-from flexmarl.records import LARGEST_REWARD, AgentName, SampleId, Turn
+from flexmarl.records import LARGEST_REWARD, AgentName, SampleId, Turn, split_sample_id
 
 
 @dataclass(slots=True)
@@ -113,6 +113,8 @@ class Ledger:
     def __init__(self) -> None:
         self.graph = CallGraph()
         self.metrics: dict[str, float] = {}
+        self.untrained: dict[SampleId, str] = {}
+        """Calls that were left out, each with the reason. Forks share it."""
         self._acts = 0
         self._sent = 0
         self._counts = _Counts()
@@ -131,7 +133,7 @@ class Ledger:
         """A ledger for a branch. It shares the numbering and copies the metrics. Its rewards reach only its turns."""
         fork = Ledger()
         fork.metrics, fork._counts, fork.graph = dict(self.metrics), self._counts, self.graph
-        fork._made = self._made
+        fork._made, fork.untrained = self._made, self.untrained
         self._forks.append(fork)
         return fork
 
@@ -161,10 +163,16 @@ class Ledger:
         self._sent += 1
         return numbers
 
-    def add(self, turn: Turn) -> None:
-        """Keeps the answer to a call, and makes the call known to the task that sent it."""
+    def add(self, turn: Turn, *, known: bool = True) -> None:
+        """Keeps the answer to a call, and makes the call known to the task that sent it, unless `known` is False."""
         self._turns[turn.hop] = turn
-        self.graph.answered(turn.hop)
+        if known:
+            self.graph.answered(turn.hop)
+
+    def leave_out(self, sample_id: SampleId, because: str) -> None:
+        """Takes a call out of training: its tokens are kept, but it is no turn of the episode, and needs no reward."""
+        self._turns.pop(split_sample_id(sample_id)[1], None)
+        self.untrained[sample_id] = because
 
     def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:
         """Adds `reward` to the reward of each of these turns, under the name `part`."""

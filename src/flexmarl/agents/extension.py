@@ -168,15 +168,30 @@ class Template:
     def suffix(self, *answers: Message) -> str:
         """Text after a response: the end of its turn, the message or the results that answer it, the generation
         prompt."""
-        calls = tuple(
-            SaidCall(PROBE.name, f'{{"zqxname": "{RESPONSE}"}}', answer.call_id)
-            for answer in answers
-            if answer.role == "tool"
-        )
-        said = Message("assistant", RESPONSE, calls=calls if self.native else ())
+        said = self._placeholder(answers)
         text = self._behind(said, *answers)
         # Behind a call there may be the end of its JSON or of its tag, which belongs to the response.
         return text[max(0, text.find(self._end)) :] if self.structures(said) else text
+
+    def behind(self, before: Sequence[Message], answers: Sequence[Message]) -> str:
+        """Text behind a response in the conversation `before`, up to the next one. Empty if the template writes the
+        conversation in another way once it is longer, or no special token ends the response.
+
+        Raises ConfigError if the template cannot render these roles.
+        """
+        start, said = self.text(before), self._placeholder(answers)
+        text = self.text([*before, said, *answers])
+        if not text.startswith(start if self.structures(said) else start + RESPONSE):
+            return ""
+        rest = text[len(start) :].split(RESPONSE, max(1, len(said.calls)))[-1]
+        rest = rest[max(0, rest.find(self._end)) :] if self.structures(said) else rest
+        return rest if _leading(rest, self._special) else ""
+
+    def _placeholder(self, answers: Sequence[Message]) -> Message:
+        """A response that made the calls which `answers` hold the results of."""
+        results = [answer for answer in answers if answer.role == "tool"] if self.native else []
+        calls = (SaidCall(PROBE.name, f'{{"zqxname": "{RESPONSE}"}}', result.call_id) for result in results)
+        return Message("assistant", RESPONSE, calls=tuple(calls))
 
     def _behind(self, said: Message, *answers: Message) -> str:
         """Text behind the response in a conversation of a question, a message with it, and the answers to this."""

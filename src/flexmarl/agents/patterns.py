@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from string import Formatter
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,8 @@ class Pattern(Settings):
 
     template_fields: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Name of a template setting -> the fields that the template may name."""
+    opens_doors: ClassVar[bool] = False
+    """True if programs play its seats, so that the run has a gateway."""
 
     @model_validator(mode="after")
     def _templates_name_known_fields(self) -> "Pattern":
@@ -232,10 +234,6 @@ class Custom(Pattern):
     async def run(self, task: Task, team: Team) -> None:
         """Plays one episode."""
         await self.resolve()(task, team)
-
-
-AnyWorkflow = Annotated[Sequential | Iterative | Turns | Custom, Field(discriminator="type")]
-"""Settings field of a workflow, chosen by its `type`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

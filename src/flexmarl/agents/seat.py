@@ -223,7 +223,7 @@ class Seat:
         turns: list[Turn] = []
         left = self._caller.sampling.max_tokens
         while True:
-            call = await self._caller.call(conversation, act, left)
+            call = await self._caller.call(conversation.prompt, act, left)
             left -= len(call.generation.response_ids)
             try:
                 text, calls, follows, parsed, valid = self._understood(turns, call, left, may_call=may_call)

@@ -1,19 +1,23 @@
 """Settings of a team: its agents, and how they interact."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from flexmarl.agents.black_box import Program
 from flexmarl.agents.context import Memory
 from flexmarl.agents.interpret import Choice
-from flexmarl.agents.patterns import AnyWorkflow
+from flexmarl.agents.patterns import Custom, Iterative, Sequential, Turns
 from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling
 from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
 from flexmarl.tools.interface import max_parallel_of
+
+AnyWorkflow = Annotated[Sequential | Iterative | Turns | Custom | Program, Field(discriminator="type")]
+"""Settings field of a workflow, chosen by its `type`."""
 
 
 class SamplingSettings(Settings):
@@ -115,7 +119,9 @@ class TeamSettings(Settings):
 
     @model_validator(mode="after")
     def _names_fit(self) -> "TeamSettings":
-        for name in self.agents:
+        for name, agent in self.agents.items():
+            if self.workflow.opens_doors and agent.tools:
+                raise ValueError(f"agents.{name}.tools: its program brings its own tools and runs them; remove them")
             if not name.isidentifier() or name.startswith("_") or name in reserved_names():
                 raise ValueError(
                     f"agents: {name!r} cannot name an agent; use letters, digits and _, and none of "

@@ -11,7 +11,7 @@ from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.interpret import PARSERS
 from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team, Workflow
-from flexmarl.agents.telling import told_of_tools
+from flexmarl.agents.telling import Teller, told_of_tools
 from flexmarl.errors import ConfigError
 from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
@@ -125,4 +125,5 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         memory=settings.memory,
         trust_special=settings.trust_special,
         hears_task=settings.hears_task,
+        teller=Teller(settings, renderers[policy]),
     )

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.context import EpisodeContext, Node, episode_seed
+from flexmarl.agents.doors import Door
 from flexmarl.agents.episode_log import Ledger, finite
 from flexmarl.agents.seat import Seat
 from flexmarl.errors import EpisodeError, is_unicode, writable
@@ -69,6 +71,12 @@ class Team:
         """Random numbers for the workflow, the same in every play of this trajectory."""
         return random.Random(episode_seed(self.context.run_seed, self.context.trajectory_id))
 
+    def door(self) -> AbstractAsyncContextManager[Door]:
+        """A block in which programs play the seats, at addresses of their own (docs/howto/gateway.md)."""
+        if self.context.doors is None:
+            raise EpisodeError("the workflow opens a door, but this run has no gateway; add the section `gateway: {}`")
+        return self.context.doors.open(self._agents, self.context, self._ledger)
+
     @cached_property
     def environment(self) -> Environment[Any]:
         """This episode's environment, made at first use. The workflow resets it, with one seed for the whole group."""
@@ -120,6 +128,10 @@ class Team:
     def never_awaited(self) -> list[tuple[str, int]]:
         """File and line of each act that was made and not awaited so far, those of forks included. They are closed."""
         return self._ledger.never_awaited()
+
+    def untrained(self) -> dict[SampleId, str]:
+        """The calls that were left out of training, each with the reason."""
+        return dict(self._ledger.untrained)
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
         """The signals found in every turn so far: `tool_error`, `format_error` ... in [0, 1], and `tool_cost`."""

@@ -9,6 +9,7 @@
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from flexmarl.agents.chat import ChatOptions, ChatRenderer
 from flexmarl.agents.extension import PROBE
@@ -20,6 +21,8 @@ from flexmarl.tools.interface import specification
 
 FAMILIES: tuple[Syntax, ...] = (XmlSyntax(), TagSyntax(), MistralSyntax(), LlamaSyntax())
 """Syntaxes in which chat templates write calls; the one without marks of its own comes last."""
+MOST_TOLD = 256
+"""Most sets of tools whose wording an agent keeps."""
 PROBE_CALL = ToolCall(PROBE.name, json.loads(PROBE.arguments))
 
 
@@ -34,22 +37,48 @@ class Told:
     """The decisions in words; empty for an agent without tools."""
 
 
-def told_of_tools(settings: AgentSettings, base: ChatRenderer) -> Told:
-    """Joins an agent's settings with its policy's renderer. Raises ConfigError that begins with the key at fault."""
+class Teller:
+    """An agent's settings and its policy's renderer, with which a program may offer it tools of its own."""
+
+    def __init__(self, settings: AgentSettings, base: ChatRenderer) -> None:
+        self._settings, self._base = settings, base
+        self._told: dict[str, Told] = {}
+        """By the tools in words: every episode offers the same, and schemas take long to check."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has what was told of its own."""
+        return Teller, (self._settings, self._base)
+
+    def told(self, tools: tuple[Tool, ...]) -> Told:
+        """The agent's renderer, role prompt and syntax with these tools. Raises ConfigError that names the fault."""
+        key = repr(tools)
+        if key not in self._told:
+            if len(self._told) >= MOST_TOLD:
+                del self._told[next(iter(self._told))]
+            self._told[key] = told_of_tools(self._settings, self._base, tools)
+        return self._told[key]
+
+
+def told_of_tools(settings: AgentSettings, base: ChatRenderer, offered: tuple[Tool, ...] | None = None) -> Told:
+    """Joins an agent's settings with its policy's renderer. Raises ConfigError that begins with the key at fault.
+
+    `offered`: tools in place of those of the settings.
+    """
     plain = base.with_options(ChatOptions(arguments=settings.chat_template_kwargs))
-    if not settings.tools:
+    tools = settings.tools if offered is None else offered
+    if not tools:
         return Told(renderer=plain, system=settings.system)
-    for tool in settings.tools:
+    for tool in tools:
         check_schema(tool)
     written = plain.written(PROBE)
     syntax, because = (settings.syntax, "set") if settings.syntax != "auto" else _read_by(written)
     native = syntax.parse(written) == (PROBE_CALL,)
-    tells, why = _tells(settings, syntax, plain)
-    specifications = tuple(map(specification, settings.tools)) if tells == "template" else ()
+    tells, why = _tells(settings, tools, syntax, plain)
+    specifications = tuple(map(specification, tools)) if tells == "template" else ()
     options = ChatOptions(tools=specifications, arguments=settings.chat_template_kwargs, native=native)
     system = settings.system
     if tells == "prompt":
-        listed = described_tools(settings.tools, _example(syntax, settings.tools[0]))
+        listed = described_tools(tools, _example(syntax, tools[0]))
         system = f"{system}\n\n{listed}" if system else listed
     note = f"calls are read as `{syntax.type}` ({because}); tools are told by {why}"
     return Told(renderer=base.with_options(options), system=system, syntax=syntax, note=note)
@@ -68,10 +97,10 @@ def _read_by(written: str) -> tuple[Syntax, str]:
     )
 
 
-def _tells(settings: AgentSettings, syntax: Syntax, renderer: ChatRenderer) -> tuple[str, str]:
+def _tells(settings: AgentSettings, tools: tuple[Tool, ...], syntax: Syntax, renderer: ChatRenderer) -> tuple[str, str]:
     """How the model learns of its tools: `template`, `prompt` or `none`, and this in words."""
     asked = settings.tell_tools
-    by_template = asked in ("auto", "template") and renderer.tells([*map(specification, settings.tools)])
+    by_template = asked in ("auto", "template") and renderer.tells([*map(specification, tools)])
     if asked == "auto" and isinstance(syntax, FunctionSyntax):
         asked = "none"
     if asked == "template" and not (by_template or renderer.stands_in):

@@ -12,11 +12,12 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from flexmarl.agents.doors import Doors
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.engine_room import RunEngines, room_of_a_private_ray
 from flexmarl.assemble.residents import open_inline, open_ray
@@ -98,6 +99,8 @@ class World:
     """The places for tool calls."""
     workers: RolloutWorkers | None = None
     """Plays the episodes; None: the controller does."""
+    doors: Doors | None = None
+    """The gateway, if the run has one."""
     residency: Residency | None = None
     """Decides which policies hold training devices, if they share any."""
     processes: Processes = field(default_factory=Processes)
@@ -130,7 +133,13 @@ async def open_world(
             players=residents.rollout_workers(),
             places=residents.places(),
         )
-        yield await stack.enter_async_context(world)
+        opened = await stack.enter_async_context(world)
+        if gateway := settings.wanted_gateway:
+            from flexmarl.assemble.opened_gateway import opened_gateway
+
+            doors = await stack.enter_async_context(opened_gateway(blueprint, gateway, events))
+            opened = replace(opened, doors=doors)
+        yield opened
 
 
 @asynccontextmanager
@@ -276,7 +285,7 @@ def player_of(blueprint: Blueprint, world: World) -> "partial[Player]":
     """Returns a player of the run's team on the world's engines. Training and evaluation add their own arguments."""
     settings = blueprint.settings
     return partial(
-        partial(RemotePlayer, workers=world.workers) if world.workers else Player,
+        partial(RemotePlayer, workers=world.workers) if world.workers else partial(Player, doors=world.doors),
         team=blueprint.team,
         generate=partial(world.pool.generate, timeout_s=settings.rollout.call_timeout_s),
         run_seed=settings.seed,

@@ -13,6 +13,7 @@ from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
 from flexmarl.experience.settings import StoreSettings
+from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings, computes, is_timed
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import (
@@ -141,6 +142,11 @@ class RunSettings(Settings):
     objects: ObjectSettings = ObjectSettings()
     store: StoreSettings = StoreSettings()
     credit: CreditSettings = CreditSettings()
+    gateway: GatewaySettings | None = Field(
+        default=None,
+        description="The server at which programs play seats. null: none, unless the workflow is a program; a workflow "
+        "of one's own that opens a door needs the section, which may be empty: {}.",
+    )
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     alarms: AlarmSettings = AlarmSettings()
@@ -215,10 +221,27 @@ class RunSettings(Settings):
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
             *self._instances_can_grow(),
+            *self._programs_can_be_heard(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def wanted_gateway(self) -> GatewaySettings | None:
+        """The settings of the gateway that the run opens; None if it opens none."""
+        return self.gateway or (GatewaySettings() if self.team.workflow.opens_doors else None)
+
+    def _programs_can_be_heard(self) -> Iterator[str]:
+        if self.wanted_gateway is None:
+            return
+        if self.cluster.backend == "simulated" and self.team.workflow.opens_doors:
+            yield (
+                f"team.workflow.type '{self.team.workflow.type}' runs programs, whose time is real, and "
+                "cluster.backend is 'simulated'; use inline or ray"
+            )
+        if self.rollout.workers:
+            yield f"rollout.workers={self.rollout.workers}: the gateway serves episodes of the controller alone; use 0"
 
     def _policies_are_used(self) -> Iterator[str]:
         used = {seat.policy for seat in self.team.agents.values()}

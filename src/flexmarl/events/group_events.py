@@ -64,6 +64,37 @@ class EpisodeFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeAccount(Event):
+    """The door of an episode was shut: what became of the tokens that were sampled for its programs."""
+
+    name: ClassVar[str] = "episode_account"
+    group: GroupId
+    """Its group."""
+    episode: EpisodeId
+    """The episode."""
+    calls: int = 0
+    """Calls of engines."""
+    sampled: int = 0
+    """Tokens that engines sampled. They are the sum of `delivered`, `undelivered` and `failed`."""
+    delivered: int = 0
+    """Tokens of replies that the programs have got."""
+    undelivered: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of replies that nobody read, by the reason. Their rows end FILTERED."""
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of calls that failed, by the reason. Their rows end FAILED."""
+    continuity: Mapping[str, int] = field(default_factory=dict)
+    """Calls whose prompt is a `root`, `extends` an earlier turn, or was `rendered` anew."""
+    why: Mapping[str, int] = field(default_factory=dict)
+    """Calls whose prompt was rendered anew, by the reason."""
+    retokenised: int = 0
+    """Ids of the turns they follow that came back as others."""
+    asks: Mapping[str, int] = field(default_factory=dict)
+    """Requests that were `new`, joined (`joins`) one that was under way, or got its reply `again`."""
+    purpose: Purpose = Purpose.TRAINING
+    """Why it was played."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeReplayed(Event):
     """An episode begins anew, with the same id and seeds: the rollout worker that played it was lost."""
 

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict, deque
 
 from flexmarl.credit.interface import AgentReport
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import GroupFiltered, GroupsCredited, Refilled
+from flexmarl.events.group_events import EpisodeAccount, GroupFiltered, GroupsCredited, Refilled
 from flexmarl.events.metrics import Metrics
 from flexmarl.events.notices import (
     EpisodesTaken,
@@ -27,7 +27,7 @@ from flexmarl.events.untrained import NotTrained, counted, tool_faults
 from flexmarl.experience.staleness import PublishLag, length_bias, staleness_of
 from flexmarl.orchestrator.evaluation import mean_metrics, rewards_of
 from flexmarl.orchestrator.publish import Versions
-from flexmarl.records import Episode, Failure, FinishReason, PolicyName
+from flexmarl.records import Episode, Failure, FinishReason, PolicyName, Purpose
 
 COMPARED = 50_000
 """Number of newest episodes whose lengths are compared. They show a bias of 1 %, and are sorted in milliseconds."""
@@ -67,6 +67,7 @@ class Figures:
         self._skipped: list[PolicyName] = []
         events.listen(PhaseChanged, self._phase_changed)
         events.listen(GroupPlayed, self._group_played)
+        events.listen(EpisodeAccount, self._door_shut)
         events.listen(GroupJudged, self._group_judged)
         events.listen(GroupsCredited, self._credited)
         events.listen(GroupFiltered, self._group_filtered)
@@ -117,6 +118,23 @@ class Figures:
                 metrics.mean(_path(name), value)
             for agent, rewards in rewards_of([episode]).items():
                 metrics.mean(f"reward/{agent}", sum(rewards) / len(rewards), weight=len(rewards))
+
+    def _door_shut(self, account: EpisodeAccount) -> None:
+        """Counts what became of the calls and tokens of programs in training; those of evaluations are their own."""
+        if account.purpose is not Purpose.TRAINING:
+            return
+        calls = sum(account.continuity.values())
+        for continuity in ("extends", "rendered"):
+            if calls:
+                share = account.continuity.get(continuity, 0) / calls
+                self._metrics.mean(f"gateway/{continuity}", share, weight=calls)
+        for why, count in account.why.items():
+            self._metrics.add(f"gateway/why/{why.replace(' ', '_')}", count)
+        self._metrics.add("gateway/calls", account.calls)
+        self._metrics.add("gateway/delivered_tokens", account.delivered)
+        self._metrics.add("gateway/undelivered_tokens", sum(account.undelivered.values()))
+        self._metrics.add("gateway/failed_tokens", sum(account.failed.values()))
+        self._metrics.add("gateway/retokenised", account.retokenised)
 
     def _group_judged(self, judged: GroupJudged) -> None:
         """Counts the filter's findings on each agent's credit groups, and averages the parts of its rewards."""

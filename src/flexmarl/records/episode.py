@@ -287,6 +287,8 @@ class Episode:
     """The parts that a turn's reward adds up from, by name; `outcome` unless the workflow named another."""
     signals: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
     """The signals found in each turn, each in [0, 1] but for `tool_cost`: `tool_error`, `format_error` ..."""
+    untrained: Mapping[SampleId, str] = field(default_factory=dict)
+    """Calls with sampled tokens that are no turns, because nobody read their answers; each with the reason."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures that the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
     duration_s: float = 0.0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flexmarl.agents import EpisodeContext, Generate, NoRecorder, Team, TeamSpec
+from flexmarl.agents.doors import Doors
 from flexmarl.agents.workflow_tasks import WorkflowTasks, waits_at
 from flexmarl.errors import EpisodeError, FlexmarlError, cause_of, described, place_of, text_of, type_name, users_line
 from flexmarl.events.event import Events
@@ -116,18 +117,20 @@ class Player:
         holds: Holds = lambda _: None,
         events: Events | None = None,
         running: RunningCalls | None = None,
+        doors: Doors | None = None,
     ) -> None:
         """`grace_s`: seconds that a workflow may take to end once it is cancelled. `store` None: nothing is recorded.
         `temperature` replaces the agents' own. Evaluations use the last two.
 
         `holds`: what a policy's call must wait for. An episode's time limit pauses while one of its calls waits so.
         `events` get the failed episodes, except those that a `Stop` ended. `running`: the run's places for tool calls.
+        `doors`: the run's gateway, if it has one.
         """
         self._team, self._generate, self._run_seed = team, generate, run_seed
         self._timeout_s, self._grace_s = timeout_s, grace_s
         self._store, self._holds, self._events = store, holds, events
         self._temperature = temperature
-        self._running = running or RunningCalls()
+        self._running, self._doors = running or RunningCalls(), doors
 
     async def play(
         self,
@@ -189,6 +192,7 @@ class Player:
             purpose=purpose_of(group, greedy=greedy),
             environment=self._team.environment,
             tools=tools,
+            doors=self._doors,
         )
         team = self._team.seat(context)
         clock = asyncio.get_running_loop().time
@@ -292,6 +296,7 @@ class Player:
                 call_rewards=team.call_rewards(),
                 parts=team.parts(),
                 signals=team.signals(),
+                untrained=team.untrained(),
                 metrics=team.metrics,
             )
         except Exception as error:  # A workflow may have replaced any part of the team.

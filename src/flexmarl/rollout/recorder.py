@@ -101,13 +101,14 @@ class StoreRecorder:
         """
         if not episode.finished:
             return [RowMove(tuple(self._calls), Outcome(state=ends, reason=episode.reason))]
-        unfinished: dict[str, list[SampleId]] = defaultdict(list)
+        unfinished: dict[Outcome, list[SampleId]] = defaultdict(list)
         for sample_id in self._calls:
-            if sample_id not in episode.rewards:
-                unfinished[self._failed.get(sample_id, UNENDED)].append(sample_id)
-        moves = [
-            RowMove(tuple(ids), Outcome(state=RowState.FAILED, reason=because)) for because, ids in unfinished.items()
-        ]
+            if because := episode.untrained.get(sample_id):
+                unfinished[Outcome(state=RowState.FILTERED, reason=because)].append(sample_id)
+            elif sample_id not in episode.rewards:
+                because = self._failed.get(sample_id, UNENDED)
+                unfinished[Outcome(state=RowState.FAILED, reason=because)].append(sample_id)
+        moves = [RowMove(tuple(ids), outcome) for outcome, ids in unfinished.items()]
         if untrained and episode.rewards:
             moves.append(RowMove(tuple(episode.rewards), Outcome(state=RowState.FILTERED, reason=untrained)))
         return moves

@@ -1,0 +1,57 @@
+"""Opens the gateway of a run, where its settings ask for one: the HTTP server, the doors, the process for programs.
+
+settings ──► socket ──► Sessions (doors of episodes) ──► uvicorn in the run's event loop
+                             └──► ProgramHost, whose process starts with the first program
+"""
+
+import importlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import ModuleType
+
+from flexmarl.assemble.blueprint import Blueprint
+from flexmarl.config import RunSettings
+from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.events.event import Events
+from flexmarl.gateway.runners.programs import ProgramHost
+from flexmarl.gateway.sessions import Sessions
+from flexmarl.gateway.settings import GatewaySettings
+from flexmarl.records import PolicyName
+
+
+@asynccontextmanager
+async def opened_gateway(blueprint: Blueprint, gateway: GatewaySettings, events: Events) -> AsyncIterator[Sessions]:
+    """Serves the seats of a run's team for the length of a block.
+
+    Raises MissingExtra if the packages are not installed, ConfigError if it cannot listen.
+    """
+    server = server_or_refuse()
+    try:
+        listening = server.listening_socket(gateway.host, gateway.port)
+    except OSError as error:
+        raise ConfigError(
+            f"gateway: cannot listen on {gateway.host}:{gateway.port}: {error}; use port 0 for a free one"
+        ) from None
+    host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
+    url = f"http://{host}:{listening.getsockname()[1]}"
+    settings = blueprint.settings
+    async with ProgramHost([settings.path(path) for path in settings.code]).open() as programs:
+        sessions = Sessions(gateway, url=url, limits=limits_of(settings), events=events, programs=programs)
+        async with server.serving(server.application(sessions), listening):
+            yield sessions
+
+
+def server_or_refuse() -> ModuleType:
+    """The gateway's server. Raises MissingExtra if a package of it is not installed."""
+    try:
+        return importlib.import_module("flexmarl.gateway.server")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] in ("starlette", "uvicorn", "httptools"):
+            raise MissingExtra("gateway", "the gateway, at which programs play seats,") from None
+        raise
+
+
+def limits_of(settings: RunSettings) -> dict[PolicyName, int]:
+    """Most tokens of prompt and reply together, by policy, as far as its engine's settings say."""
+    limits = {name: getattr(policy.engine, "max_len", None) for name, policy in settings.policies.items()}
+    return {PolicyName(name): limit for name, limit in limits.items() if limit is not None}

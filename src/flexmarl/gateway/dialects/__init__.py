@@ -1,0 +1,17 @@
+"""The APIs that programs speak, a file for each. In: a JSON body, and the replies. Out: an Ask, and the answer."""
+
+from collections.abc import Mapping
+
+from flexmarl.gateway.dialects.anthropic_messages import Messages
+from flexmarl.gateway.dialects.base import Dialect
+from flexmarl.gateway.dialects.chat_completions import ChatCompletions
+from flexmarl.gateway.dialects.openai_responses import Responses
+
+DIALECTS: Mapping[str, Dialect] = {
+    "chat/completions": ChatCompletions(),
+    "responses": Responses(),
+    "messages": Messages(),
+}
+"""Dialects by the last part of the path at which they are asked, behind `/v1/`."""
+
+__all__ = ["DIALECTS", "ChatCompletions", "Dialect", "Messages", "Responses"]

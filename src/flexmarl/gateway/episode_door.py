@@ -1,0 +1,431 @@
+"""Runs the door of one episode: each request becomes turns of a seat, each reply is delivered or left out.
+
+    request ──► Deliveries: new, joins, again ──► history: prompt ──► Caller ──► engine ──► row ──► Answer ──► client
+                                                                                  delivered: a turn of the episode
+                                                                                  lost: FILTERED, with the reason
+
+consumes     requests for the seats of an episode
+waits for    the answers of the engines, which wait for places, versions and the clock as all calls do
+produces     turns of the episode's ledger; replies; an account of every sampled token
+unblocked by the answer; the client that goes, after `patience_s`; the end of the block in which the door is open
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller
+from flexmarl.agents.chat import Prompt, SaidCall, holds_thought
+from flexmarl.agents.context import EpisodeContext
+from flexmarl.agents.doors import DoorCall, SeatAddress
+from flexmarl.agents.episode_log import Ledger
+from flexmarl.agents.interpret import found
+from flexmarl.agents.workflow_tasks import Outside
+from flexmarl.cluster.concurrency import task_block
+from flexmarl.errors import ConfigError, EngineError, EpisodeError, cause_of, described
+from flexmarl.gateway.account import Account, AccountRow, undelivered
+from flexmarl.gateway.delivery import Deliveries, Exchange, ReplyState
+from flexmarl.gateway.dialects.base import Answer, Ask, Dialect, OfferedTool, Refused, ReplyChoice, Said, overflow
+from flexmarl.gateway.heard import SAMPLED, HeardGenerate, Replies, Voice
+from flexmarl.gateway.history import DeliveredTurn, PromptPlan, SeatHistory
+from flexmarl.gateway.reply_parts import ReplyParts, forced_words, read_reply
+from flexmarl.gateway.settings import GatewaySettings
+from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn
+
+MOST_VOICES = 64
+"""Most sets of tools that the seats of one episode may offer: each has a renderer of its own."""
+
+
+def episode_ended() -> Refused:
+    """The refusal of a request that comes after the end of its episode."""
+    return Refused("the episode has ended", status=410, code="episode_ended")
+
+
+class Programs(Protocol):
+    """Runs registered programs."""
+
+    async def play(self, program: str, payload: Mapping[str, Any]) -> Any:
+        """See `Door.play`."""
+        ...
+
+
+async def _fail(error: EpisodeError) -> None:
+    raise error
+
+
+class EpisodeDoor:
+    """The door of one episode."""
+
+    history = SeatHistory
+    deliveries_of = Deliveries
+    heard = HeardGenerate
+    """Its rules; tests of the laws break one in a subclass."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        agents: Mapping[AgentName, AgentSpec],
+        context: EpisodeContext,
+        ledger: Ledger,
+        *,
+        key: str,
+        url: str,
+        limits: Mapping[PolicyName, int],
+        programs: Programs | None,
+    ) -> None:
+        """`limits`: most tokens of prompt and reply together, by policy."""
+        self.key = key
+        self.account = Account()
+        self.deliveries = self.deliveries_of()
+        self._settings, self._agents, self._ledger = settings, agents, ledger
+        self._heard = self.heard(context.generate, self.account)
+        self._context = replace(context, generate=self._heard)
+        self._url, self._limits, self._programs = url, limits, programs
+        self._tasks: asyncio.TaskGroup | None = None
+        self._voices: dict[tuple[str, str], Voice] = {}
+        self._histories = {
+            name: self.history(name, thoughts=settings.thoughts, trust_special=agent.trust_special)
+            for name, agent in agents.items()
+        }
+        self._replies: dict[int, Replies] = {}
+        """By the number of their exchange."""
+        self._named: dict[str, Replies] = {}
+        self._num_calls = 0
+        self._secret = secrets.token_hex(8)
+        self.ended = False
+
+    @property
+    def seats(self) -> Mapping[str, SeatAddress]:
+        """The address of each seat."""
+        return {
+            name: SeatAddress(
+                openai_url=f"{self._url}/e/{self.key}/{name}/v1",
+                anthropic_url=f"{self._url}/e/{self.key}/{name}",
+                key=self.key,
+                model=name,
+            )
+            for name in self._agents
+        }
+
+    @property
+    def calls(self) -> tuple[DoorCall, ...]:
+        """The replies that were delivered so far."""
+        got = [one for one in self._replies.values() if one.exchange.delivered]
+        give = self._ledger.reward_turns
+        calls = [
+            DoorCall(seat=one.seat, text=choice.text, calls=choice.calls, turn=one.turns[index], give=give)
+            for one in got
+            for index, (_, choice) in sorted(one.parts.items())
+        ]
+        return tuple(sorted(calls, key=lambda call: call.turn.hop))
+
+    async def play(self, program: str, task: Task, *, seed: int) -> Any:
+        """Runs a registered program on the task."""
+        assert self._programs is not None, "who opens doors for programs gives them"
+        seats = {
+            name: {"openai_url": at.openai_url, "anthropic_url": at.anthropic_url, "key": at.key, "model": at.model}
+            for name, at in self.seats.items()
+        }
+        opening = [{"role": one.role, "content": one.content} for one in task.opening]
+        told = {"input_id": task.input_id, "prompt": task.prompt, "opening": opening, "data": dict(task.data)}
+        return await self._programs.play(program, {"task": {**told, "seed": seed}, "seats": seats})
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator["EpisodeDoor"]:
+        """Serves requests for the length of a block; afterwards every sampled token has its place in the account."""
+        try:
+            async with task_block() as self._tasks:
+                try:
+                    yield self
+                finally:
+                    self.ended = True
+                    for one in self._replies.values():
+                        self._give_up(one)
+        finally:
+            self.ended = True
+            with Outside():
+                await self._heard.settle()
+            self._close_account()
+
+    def begin(self, seat: str, ask: Ask, dialect: Dialect, *, body: str, retries: bool, session: str) -> Replies:
+        """Begins to serve a request, or finds the earlier one that it repeats. `body`: its digest.
+
+        The caller reports `delivered`, and `left` in any case. Raises Refused.
+        """
+        if self.ended:
+            raise episode_ended()
+        verdict = self.deliveries.asked(f"{seat}/{dialect.name}/{body}", retries=retries)
+        self.account.asks[verdict.how] += 1
+        if verdict.how != "new":
+            return self._replies[verdict.exchange.number]
+        try:
+            replies = self._planned(AgentName(seat), self._with_previous(ask), session, verdict.exchange)
+        except BaseException:
+            self.deliveries.failed(verdict.exchange)
+            raise
+        self._replies[verdict.exchange.number] = replies
+        self._named[replies.name] = replies
+        tags = self._tags(replies, dialect)
+        assert self._tasks is not None, "a door that has not ended is open"
+        with Outside():
+            replies.task = self._tasks.create_task(self._sample(replies, tags), name=f"door/{replies.name}")
+        return replies
+
+    def count(self, seat: str, ask: Ask) -> int:
+        """Tokens of the prompt that a request would have. Raises Refused."""
+        with self._histories[AgentName(seat)].unchanged():
+            plan, begun, _, _ = self._prompt(AgentName(seat), self._with_previous(ask), "")
+        return len(plan.ids) if not begun else len(self._begun_ids(AgentName(seat), ask, plan, begun))
+
+    def answer_named(self, name: str) -> Replies | None:
+        """The replies of this name, if they are kept."""
+        kept = self._named.get(name)
+        return kept if kept and kept.ask.store and kept.answer.done() and not kept.error else None
+
+    def forget(self, name: str) -> None:
+        """Keeps the replies no longer by their name."""
+        self._named.pop(name, None)
+
+    def delivered(self, replies: Replies) -> None:
+        """Notes that a client has got the last frame."""
+        if self.ended or not self.deliveries.delivered(replies.exchange):
+            return
+        history = self._histories[replies.seat]
+        for index, turn in replies.turns.items():
+            parts, choice = replies.parts[index]
+            reply = Said(role="assistant", text=replies.begun[: replies.hidden] + choice.text, calls=choice.calls)
+            spoken = DeliveredTurn(
+                sample_id=turn.sample_id,
+                prompt_ids=turn.prompt_ids,
+                response_ids=turn.response_ids,
+                thread=replies.plan.thread,
+                issued=frozenset({choice.signature, *(call.call_id for call in choice.calls)}),
+                thought=parts.thought,
+                thinking=replies.plan.thinking or holds_thought(turn.text),
+                stopped=bool(parts.stopped_by),
+            )
+            history.spoke(replies.plan, reply, spoken)
+            with Outside():
+                self._ledger.graph.answered(turn.hop)
+
+    def left(self, replies: Replies, characters: int = 0) -> None:
+        """Notes that a client has gone or has got all; a reply that nobody waits for is given up after `patience_s`."""
+        if not self.deliveries.left(replies.exchange, characters):
+            return
+        if self._settings.patience_s:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._settings.patience_s, self._give_up_if_alone, replies)
+        else:
+            self._give_up(replies)
+
+    def _give_up_if_alone(self, replies: Replies) -> None:
+        if not replies.exchange.clients:
+            self._give_up(replies)
+
+    def _give_up(self, replies: Replies) -> None:
+        if replies.exchange.state is ReplyState.SAMPLING and replies.task is not None:
+            self.deliveries.given_up(replies.exchange)
+            replies.task.cancel()
+
+    def _with_previous(self, ask: Ask) -> Ask:
+        """The request with the history that it leaves to the gateway."""
+        if not ask.previous:
+            return ask
+        before = self.answer_named(ask.previous.removeprefix("resp_"))
+        if before is None:
+            raise Refused(
+                f"previous_response_id: there is no response {ask.previous!r} in this episode, or it was not stored",
+                status=404,
+                code="previous_response_not_found",
+            )
+        choice = before.parts[0][1]
+        reply = Said(role="assistant", text=choice.text, calls=choice.calls, issued=choice.signature)
+        said = (*(one for one in before.ask.messages if one.role != "system"), reply)
+        first = [one for one in ask.messages if one.role == "system"]
+        return replace(ask, messages=(*first, *said, *(one for one in ask.messages if one.role != "system")))
+
+    def _planned(self, seat: AgentName, ask: Ask, session: str, exchange: Exchange) -> Replies:
+        self._num_calls += ask.n
+        if self._num_calls > self._settings.max_calls:
+            spent = f"call budget spent: an episode may make {self._settings.max_calls} calls (gateway.max_calls)"
+            assert self._tasks is not None, "a door that has not ended is open"
+            with Outside():
+                self._tasks.create_task(_fail(EpisodeError(f"{spent}; its program asked for more")), name="door/spent")
+            raise Refused(spent, code="call_budget_spent")
+        plan, begun, hidden, voice = self._prompt(seat, ask, session)
+        if begun:
+            plan = replace(plan, ids=self._begun_ids(seat, ask, plan, begun))
+        replies = Replies(
+            exchange, ask, seat, voice, plan, begun, hidden, f"{self._context.trajectory_id}-{exchange.number}"
+        )
+        most, limit = self._max_tokens(replies), self._limits.get(voice.spec.policy)
+        if limit is not None and len(plan.ids) + most > limit:
+            raise overflow(len(plan.ids), most, limit)
+        self.account.continuity[plan.continuity] += ask.n
+        if plan.why:
+            self.account.why[plan.why] += ask.n
+        self.account.retokenised += plan.retokenised
+        return replies
+
+    def _prompt(self, seat: AgentName, ask: Ask, session: str) -> tuple[PromptPlan, str, int, Voice]:
+        """The prompt, the words it must end with, how many of them are the client's own, and the voice."""
+        try:
+            voice = self._voice(seat, ask.tools)
+            syntax = voice.spec.syntax
+            begun = ask.prefill if ask.must_call is None else forced_words(ask.must_call, syntax)
+            plan = self._histories[seat].plan(
+                voice.spec.renderer, ask.messages, ask.tools, syntax=syntax, system=voice.system, session=session
+            )
+        except ConfigError as error:
+            raise Refused(str(error), code="not_renderable") from None
+        return plan, begun, len(ask.prefill), voice
+
+    def _begun_ids(self, seat: AgentName, ask: Ask, plan: PromptPlan, begun: str) -> IntArray:
+        renderer = self._voice(seat, ask.tools).spec.renderer
+        # Marks of a call are the template's own tokens; words of the client are text.
+        words = renderer.encode_text(begun) if ask.must_call is None else renderer.encode(begun)
+        return np.concatenate((plan.ids, np.asarray(words, np.int32)))
+
+    def _voice(self, seat: AgentName, tools: tuple[OfferedTool, ...]) -> Voice:
+        """The seat with these tools. Raises ConfigError for tools that cannot be told."""
+        key = (seat, repr(tools))
+        if key not in self._voices:
+            if len(self._voices) >= MOST_VOICES:
+                raise Refused(f"an episode may offer {MOST_VOICES} sets of tools, and this is one more")
+            agent, system = self._agents[seat], self._agents[seat].system
+            if agent.teller is not None:
+                told = agent.teller.told(tools)
+                agent, system = replace(agent, renderer=told.renderer, syntax=told.syntax), told.system
+            self._voices[key] = Voice(agent, Caller(agent, self._context, self._ledger), system)
+        return self._voices[key]
+
+    def _max_tokens(self, replies: Replies) -> int:
+        own = replies.voice.caller.sampling.max_tokens
+        return own if replies.ask.max_tokens is None else min(own, replies.ask.max_tokens)
+
+    def _tags(self, replies: Replies, dialect: Dialect) -> dict[str, Scalar]:
+        plan, ask = replies.plan, replies.ask
+        tags: dict[str, Scalar] = {"continuity": plan.continuity, "lane": plan.lane, "thread": plan.thread}
+        tags |= {"dialect": dialect.name}
+        if plan.why:
+            tags["why"] = plan.why
+        if plan.ambiguous:
+            tags["ambiguous"] = True
+        if ask.asked:
+            tags["asked"] = ", ".join(f"{name}={value}" for name, value in ask.asked.items())[:200]
+        return tags
+
+    async def _sample(self, replies: Replies, tags: Mapping[str, Scalar]) -> None:
+        """Samples all replies to a request. Only an error of the store leaves it."""
+        try:
+            async with asyncio.TaskGroup() as choices:
+                tasks = [
+                    choices.create_task(self._choice(replies, index, tags), name=f"door/{replies.name}/{index}")
+                    for index in range(replies.ask.n)
+                ]
+        except ExceptionGroup as group:
+            error = cause_of(group)
+            self.deliveries.failed(replies.exchange)
+            replies.error = described(error)
+            if not isinstance(error, EpisodeError | EngineError):
+                replies.refuse(episode_ended())
+                raise error from None
+            late = self.ended and isinstance(error, EpisodeError)
+            replies.refuse(episode_ended() if late else Refused(described(error), status=503, code="engine_error"))
+            return
+        except asyncio.CancelledError:
+            replies.refuse(episode_ended())
+            raise
+        drawn = tuple(task.result() for task in tasks)
+        self.deliveries.finished(replies.exchange)
+        if not replies.answer.done():
+            ids = tuple(replies.plan.ids.tolist()) if replies.ask.ids else ()
+            replies.answer.set_result(
+                Answer(
+                    name=replies.name,
+                    model=replies.ask.model or replies.seat,
+                    choices=drawn,
+                    prompt_tokens=len(replies.plan.ids),
+                    reused_tokens=replies.plan.parent.length if replies.plan.parent else 0,
+                    created=int(asyncio.get_running_loop().time()),
+                    prompt_ids=ids,
+                )
+            )
+
+    async def _choice(self, replies: Replies, index: int, tags: Mapping[str, Scalar]) -> ReplyChoice:
+        """Samples one reply, and stores its row."""
+        SAMPLED.set((replies, index))
+        voice, ask, plan = replies.voice, replies.ask, replies.plan
+        if ask.n > 1:
+            tags = {**tags, "choice": index}
+        parent = plan.parent.sample_id if plan.parent else None
+        prompt = Prompt(plan.ids, parent, plan.thread)
+        act = Act(self._ledger.next_act(), tags)
+        call = await voice.caller.call(prompt, act, self._max_tokens(replies), stop=ask.stop)
+        parts = read_reply(
+            call.text,
+            begun=replies.begun,
+            hidden=replies.hidden,
+            tools=ask.tools,
+            syntax=voice.spec.syntax,
+            stop=ask.stop,
+        )
+        turn = await voice.caller.record(call, valid=not parts.faulty, known=False)
+        self._ledger.note(turn, found(format_error=parts.faulty))
+        choice = self._as_choice(replies, call, parts, turn)
+        replies.turns[index], replies.parts[index] = turn, (parts, choice)
+        return choice
+
+    def _as_choice(self, replies: Replies, call: AgentCall, parts: ReplyParts, turn: Turn) -> ReplyChoice:
+        ids, ask = call.generation.response_ids, replies.ask
+        text_of = replies.voice.caller.text_of
+        logprobs = call.generation.logprobs.tolist() if ask.logprobs else ()
+        return ReplyChoice(
+            text=parts.text,
+            thought=parts.thought,
+            calls=tuple(
+                SaidCall(
+                    one.name, json.dumps(one.arguments, ensure_ascii=False), f"call_{turn.hop}_{place}_{self._secret}"
+                )
+                for place, one in enumerate(parts.calls)
+            ),
+            signature=f"turn_{turn.hop}_{self._secret}",
+            finish="length" if turn.finish is FinishReason.LENGTH else "stop",
+            stopped_by=parts.stopped_by,
+            tokens=len(ids),
+            pieces=tuple((text_of(ids[place : place + 1]), one) for place, one in enumerate(logprobs)),
+            ids=tuple(ids.tolist()) if ask.ids else (),
+        )
+
+    def _close_account(self) -> None:
+        """Gives every call its fate; those that nobody read are taken out of training."""
+        for sample_id, (replies, index) in self._heard.sent.items():
+            tokens = self.account.sampled.setdefault(sample_id, 0)
+            turn = replies.turns.get(index)
+            if replies.exchange.delivered:
+                row = AccountRow(seat=replies.seat, tokens=tokens, fate="delivered")
+            elif replies.exchange.state is ReplyState.FAILED and turn is None:
+                row = AccountRow(seat=replies.seat, tokens=tokens, fate="failed", because=replies.error)
+            else:
+                because = undelivered(self._read(replies, turn), tokens)
+                self._ledger.leave_out(sample_id, because)
+                row = AccountRow(seat=replies.seat, tokens=tokens, fate="undelivered", because=because)
+            self.account.add(sample_id, row)
+
+    def _read(self, replies: Replies, turn: Turn | None) -> int:
+        """Tokens of a reply whose text was sent before its client went."""
+        characters = replies.exchange.characters
+        if turn is None or not characters:
+            return 0
+        low, high = 0, len(turn.response_ids)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = len(replies.voice.caller.text_of(turn.response_ids[:middle])) <= characters
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low

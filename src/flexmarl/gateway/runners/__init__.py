@@ -1,0 +1,1 @@
+"""Runs programs at doors. In: a task and addresses of seats. Out: an answer."""

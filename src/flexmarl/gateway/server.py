@@ -1,0 +1,242 @@
+"""Runs the gateway's HTTP: an ASGI application on Starlette, and uvicorn around it.
+
+    POST /e/KEY/SEAT/v1/chat/completions | responses | messages | messages/count_tokens
+    GET  /e/KEY/SEAT/v1/models, /v1/responses/ID;  DELETE /v1/responses/ID
+
+consumes     requests of programs that play seats
+waits for    the replies of the episode's door, and the client that reads them
+produces     answers, whole or as streams with signs of life; errors in the dialect's form
+unblocked by the reply, the client that goes, or the end of the episode
+"""
+
+import asyncio
+import hashlib
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount
+from starlette.types import Receive, Scope, Send
+
+from flexmarl.cluster.concurrency import task_block
+from flexmarl.errors import described
+from flexmarl.events.safe_json import parse_json
+from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, seat_of
+from flexmarl.gateway.dialects import DIALECTS, Dialect
+from flexmarl.gateway.dialects.base import Answer, Ask, Refused, by_words
+from flexmarl.gateway.episode_door import EpisodeDoor
+from flexmarl.gateway.heard import Replies
+from flexmarl.gateway.sessions import Sessions
+from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse
+
+COUNT = "messages/count_tokens"
+
+
+def application(sessions: Sessions) -> Starlette:
+    """The ASGI application of a gateway."""
+    return Starlette(routes=[Mount("/e", app=DoorApp(sessions))])
+
+
+class DoorApp:
+    """Serves the doors of the episodes that play."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions, self._settings = sessions, sessions.settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        request, client = Request(scope), Client(receive)
+        address = address_of(scope["path"])
+        dialect = _dialect_of(address, request.headers)
+        try:
+            if address is None:
+                raise Refused(f"there is nothing at {scope['path'][:80]!r}", status=404, code="not_found")
+            check_caller(address.key, request.headers, hosts=self._settings.hosts)
+            door = self._sessions.door(address.key)
+            if request.method == "POST":
+                await self._post(address, dialect, door, request, client, send)
+            else:
+                await self._get(address, door, request)(scope, receive, send)
+        except ConnectionError:
+            return
+        except Refused as refused:
+            await asyncio.sleep(0)  # A program in this process that asks for ever must not stop the loop.
+            await JSONResponse(dialect.error(refused), refused.status)(scope, receive, send)
+
+    def _get(self, address: DoorAddress, door: EpisodeDoor, request: Request) -> Response:
+        """Lists the models, or gives or forgets a stored response."""
+        if address.endpoint == "models" and request.method == "GET":
+            return JSONResponse(_models(door, anthropic="anthropic-version" in request.headers))
+        kind, _, name = address.endpoint.partition("/")
+        if kind == "responses" and name and request.method in ("GET", "DELETE"):
+            kept = door.answer_named(name.removeprefix("resp_"))
+            if kept is None:
+                raise Refused(f"there is no response {name[:80]!r}", status=404, code="not_found")
+            if request.method == "GET":
+                return JSONResponse(DIALECTS["responses"].whole(kept.ask, kept.answer.result()))
+            door.forget(name.removeprefix("resp_"))
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        raise Refused(f"{request.method} is not served at {address.endpoint!r}", status=405, code="method_not_allowed")
+
+    async def _post(
+        self, address: DoorAddress, dialect: Dialect, door: EpisodeDoor, request: Request, client: Client, send: Send
+    ) -> None:
+        """Reads a body, and serves what it asks for."""
+        if address.endpoint not in (*DIALECTS, COUNT):
+            served = ", ".join((*DIALECTS, COUNT))
+            raise Refused(f"{address.endpoint[:80]!r} is not served; there are: {served}", status=404, code="not_found")
+        data = await client.body(int(self._settings.max_body_mib * 2**20))
+        try:
+            body = parse_json(data.decode())
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the body is no JSON: {described(error)[:200]}", code="no_json") from None
+        ask = dialect.ask(body)
+        seat = seat_of(address, ask.model, list(door.seats), self._settings.models)
+        if address.endpoint == COUNT:
+            answer = JSONResponse({"input_tokens": door.count(seat, ask)})
+            await send({"type": "http.response.start", "status": 200, "headers": answer.raw_headers})
+            await send({"type": "http.response.body", "body": answer.body})
+            return
+        retries = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        replies = door.begin(
+            seat,
+            ask,
+            dialect,
+            body=hashlib.blake2b(data, digest_size=16).hexdigest(),
+            retries=retries,
+            session=request.headers.get("x-session-id", ""),
+        )
+        with _served(door, replies) as sent:
+            async with client.watched():
+                if ask.stream:
+                    await self._stream(dialect, ask, replies, client, EventResponse(send), sent)
+                else:
+                    await self._whole(dialect, ask, replies, client, send, sent)
+
+    async def _whole(
+        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, send: Send, sent: "HandedOver"
+    ) -> None:
+        if not await client.waits_for(replies.answer):
+            return
+        try:
+            answer, status = dialect.whole(ask, replies.answer.result()), 200
+        except Refused as refused:
+            answer, status = dialect.error(refused), refused.status
+        response = JSONResponse(answer, status)
+        await send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+        sent.all = status == 200 and not client.is_gone
+
+    async def _stream(
+        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, stream: EventResponse, sent: "HandedOver"
+    ) -> None:
+        await stream.start()
+        wait_s = min(FIRST_BEAT_S, self._settings.heartbeat_s)
+        while not await client.waits_for(replies.answer, wait_s):
+            if client.is_gone:
+                return
+            await stream.write(dialect.heartbeat)
+            wait_s = self._settings.heartbeat_s
+        try:
+            answer: Answer = replies.answer.result()
+        except Refused as refused:
+            await stream.write(dialect.error_frame(refused), last=True)
+            return
+        frames = [*dialect.frames(ask, answer, by_words)]
+        for frame in frames[:-1]:
+            if client.is_gone:
+                return
+            await stream.write(frame.text)
+            sent.characters += frame.characters
+        if not client.is_gone:
+            await stream.write(frames[-1].text, last=True)
+            sent.all = not client.is_gone
+
+
+class HandedOver:
+    """How much of a reply a client has got."""
+
+    def __init__(self) -> None:
+        self.all = False
+        self.characters = 0
+
+
+@contextmanager
+def _served(door: EpisodeDoor, replies: Replies) -> Iterator[HandedOver]:
+    """A block that serves replies to one client; the door is told what became of them, whatever happens."""
+    sent = HandedOver()
+    try:
+        yield sent
+    finally:
+        if sent.all:
+            door.delivered(replies)
+        door.left(replies, sent.characters)
+
+
+def _dialect_of(address: DoorAddress | None, headers: Mapping[str, str]) -> Dialect:
+    endpoint = address.endpoint if address else ""
+    if endpoint.startswith("messages") or (endpoint not in DIALECTS and "anthropic-version" in headers):
+        return DIALECTS["messages"]
+    return DIALECTS["responses" if endpoint.startswith("responses") else "chat/completions"]
+
+
+def _models(door: EpisodeDoor, *, anthropic: bool) -> dict[str, Any]:
+    if anthropic:
+        data = [
+            {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+            for name in door.seats
+        ]
+        return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "created": 0, "owned_by": "flexmarl"} for name in door.seats],
+    }
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server in the run's own event loop: signals are the run's."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to serve."""
+        await super().startup(sockets)
+        self.ready.set()
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError if the port is taken."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((host, port))
+    listening.listen(2048)
+    listening.setblocking(False)
+    return listening
+
+
+@asynccontextmanager
+async def serving(app: Any, listening: socket.socket) -> AsyncIterator[None]:
+    """Serves an application on a socket for the length of a block."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, timeout_keep_alive=75
+    )
+    server = _Uvicorn(config)
+    async with task_block() as tasks:
+        tasks.create_task(server.serve(sockets=[listening]), name="gateway/server")
+        try:
+            await server.ready.wait()
+            yield
+        finally:
+            server.should_exit = True

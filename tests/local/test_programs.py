@@ -1,0 +1,63 @@
+"""A run whose seats a program plays, over real sockets, in a process of its own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.config import load_run
+from flexmarl.errors import FlexmarlError
+from tests.program_of_a_run import OVERRIDES, PROGRAM
+
+SMALL = ("steps=1", "batch={groups: 2, episodes: 2}", "evaluate.tasks=2")
+
+
+@pytest.fixture(scope="module")
+def folder(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("programs") / "team"
+    shutil.copytree(small_run.parent, made)
+    renamed = (
+        (made / "tasks.py").read_text().replace('"sums"', '"sums_of_programs"').replace('"echo"', '"echo_of_programs"')
+    )
+    (made / "tasks.py").write_text(renamed)
+    config = (made / small_run.name).read_text().replace("name: sums}", "name: sums_of_programs}")
+    (made / "config.yaml").write_text(config)
+    (made / "program.py").write_text(PROGRAM)
+    return made
+
+
+def trained(folder: Path, *overrides: str) -> list[dict]:
+    run = assemble_run(load_run(folder / "config.yaml", [*SMALL, *OVERRIDES, *overrides, f"out={folder / 'runs'}"]))
+    try:
+        run.train(Console(quiet=True))
+    finally:
+        lines = [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
+    return lines
+
+
+def test_a_policy_learns_from_a_program_and_every_token_is_accounted_for(folder: Path) -> None:
+    events = trained(folder)
+    accounts = [event for event in events if event["event"] == "episode_account"]
+    played = [event for event in accounts if event.get("purpose", "training") == "training"]
+    assert len(played) == 4
+    for account in played:
+        assert account["continuity"] == {"root": 1, "extends": 1, "rendered": 1}
+        assert account["sampled"] == account["delivered"]
+    assert any(event["event"] == "updated" for event in events)
+
+
+def test_a_program_that_raises_fails_its_episodes_and_the_error_says_where(folder: Path) -> None:
+    with pytest.raises(FlexmarlError):
+        trained(folder, "team.workflow.name=raises", "evaluate.tasks=0", "rollout.group_retries=0")
+    newest = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    failed = [
+        event
+        for event in map(json.loads, (newest / "journal.jsonl").read_text().splitlines())
+        if event["event"] == "episode_failed"
+    ]
+    assert failed
+    assert "program 'raises': ValueError: no such tool" in failed[0]["because"]
+    assert "program.py" in failed[0]["because"]
