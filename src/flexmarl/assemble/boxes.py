@@ -1,17 +1,24 @@
 """Makes the sandbox of a run, if one of its agents has a tool that needs boxes, and checks it before anything runs."""
 
+from typing import TYPE_CHECKING
+
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.config import RunSettings
-from flexmarl.sandbox.backends.bubblewrap import Bubblewrap
+from flexmarl.imports import Lazy
 from flexmarl.sandbox.interface import Sandbox
 from flexmarl.sandbox.probe import Guarantee, check_guarantees, probe_now
 from flexmarl.sandbox.settings import SandboxSettings
 from flexmarl.tools.interface import needs_box
 
+if TYPE_CHECKING:
+    from flexmarl.sandbox.backends import bubblewrap
+else:
+    bubblewrap = Lazy("flexmarl.sandbox.backends.bubblewrap")  # Only runs with boxes load it.
+
 
 def sandbox_of(settings: RunSettings) -> Sandbox | None:
     """The sandbox of a run; None if no tool needs one."""
-    return Bubblewrap(settings.sandbox) if boxed_tools(settings.team) else None
+    return bubblewrap.Bubblewrap(settings.sandbox) if boxed_tools(settings.team) else None
 
 
 def boxed_tools(team: TeamSettings) -> list[str]:
@@ -31,9 +38,9 @@ def check_sandbox_of(settings: RunSettings) -> list[Guarantee]:
 
 def guarantees_of(settings: SandboxSettings) -> list[Guarantee]:
     """Tries the guarantees of this machine."""
-    return probe_now(Bubblewrap(settings), settings.accept)
+    return probe_now(bubblewrap.Bubblewrap(settings), settings.accept)
 
 
 def sandbox_for(settings: SandboxSettings) -> Sandbox:
     """A sandbox by itself, for `flexmarl sandbox exec`."""
-    return Bubblewrap(settings)
+    return bubblewrap.Bubblewrap(settings)

@@ -1,14 +1,15 @@
 """The program inside a box: it runs code in one session, commands, and moves files. It imports nothing of flexmarl.
 
 Frames on an inherited socket: 4 bytes of length, then JSON. Each request has a nonce, which its reply repeats. Code in
-the session can read and write this socket. A forged reply can only claim what the code could have printed itself: texts,
-never objects, and nothing of another box.
+the session can read and write this socket. A forged reply can only claim what the code could have printed itself:
+texts, never objects, and nothing of another box.
 
 A signal interrupts code that is over its time. The sandbox kills the box if that does not help.
 """
 
 import ast
 import base64
+import contextlib
 import json
 import os
 import resource
@@ -58,9 +59,9 @@ def run_code(code: str, session: dict, timeout_s: float) -> dict:
     try:
         try:
             tree = ast.parse(code, "<code>")
-            last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            end = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             body = compile(tree, "<code>", "exec")
-            value = None if last is None else compile(ast.Expression(last), "<code>", "eval")
+            value = compile(ast.Expression(end.value), "<code>", "eval") if isinstance(end, ast.Expr) else None
             signal.setitimer(signal.ITIMER_REAL, timeout_s, 0.5)
             exec(body, session)
             if value is not None and (shown := eval(value, session)) is not None:
@@ -98,10 +99,8 @@ def run_command(argv: list, stdin: str, timeout_s: float) -> dict:
         ended = "exited"
     except subprocess.TimeoutExpired:
         ended = "timed_out"
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     return {"ended": ended, "exit": process.returncode if ended == "exited" else None}
 

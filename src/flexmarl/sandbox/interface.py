@@ -33,7 +33,7 @@ class Limits:
     """The most that one box may use."""
 
     memory_bytes: int = 256 * MIB
-    """Of all its processes and its files together, which are in memory."""
+    """Memory of all its processes and files together."""
     pids: int = 64
     """Processes and threads, four of ours included."""
     disk_bytes: int = 64 * MIB
@@ -45,7 +45,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class BoxOutcome:
     """The result of one run in a box."""
 
     ended: Ended
@@ -72,10 +72,10 @@ class Outcome:
 class Box(Protocol):
     """One open box. Runs of one box wait for one another."""
 
-    async def run(self, code: str | Sequence[str], *, stdin: str = "", timeout_s: float = 10.0) -> Outcome:
+    async def run(self, code: str | Sequence[str], *, stdin: str = "", timeout_s: float = 10.0) -> BoxOutcome:
         """Runs Python code in the box's session, or a command.
 
-        `stdin` is for commands. Whatever the code does is an Outcome; EpisodeError is for a fault of the sandbox. If
+        `stdin` is for commands. Whatever the code does is a BoxOutcome; EpisodeError is for a fault of the sandbox. If
         the call is cancelled, the box is ended before the cancellation passes. In a box that has ended, every run is
         `KILLED`, with `lost`.
         """

@@ -46,7 +46,7 @@ REMEDIES: Mapping[str, str] = {
     "execvp": "set sandbox.python to an interpreter that every user may read and run, e.g. /usr/bin/python3",
     "bind": "set sandbox.python to an interpreter in a folder that every user may read, e.g. /usr/bin/python3",
 }
-"""What helps, by a part of the reason why no box starts."""
+"""Advice, by a part of the reason why no box starts."""
 ANY = "install bubblewrap 0.8 or newer and allow user namespaces (docs/howto/sandbox.md)"
 GROUPS = (
     "as root use a machine or container whose control groups are writable (Docker: --privileged, or --cgroupns=host -v "
@@ -143,9 +143,9 @@ class Guarantee:
     name: str
     held: bool
     found: str
-    """What it means, or what got through."""
+    """A sentence on what it means, or on what got through."""
     remedy: str = ""
-    """What would help, if it was not held."""
+    """Advice, if it was not held."""
 
 
 async def probed(sandbox: Sandbox, *, accepted: Sequence[str] = ()) -> list[Guarantee]:
@@ -171,7 +171,7 @@ async def probed(sandbox: Sandbox, *, accepted: Sequence[str] = ()) -> list[Guar
 
 
 async def _attempts(sandbox: Sandbox, small: Limits, attempts: str) -> dict[str, str | None]:
-    """What got through, by guarantee."""
+    """The attempts that got through, by guarantee."""
     through: dict[str, str | None] = {}
     async with sandbox.open({}, small) as box:
         outcome = await box.run(attempts, timeout_s=PROBE_S)
@@ -213,12 +213,13 @@ def _tried(name: str, through: str | None) -> Guarantee:
 
 def check_guarantees(guarantees: Sequence[Guarantee], why: str) -> None:
     """Raises ConfigError that names each guarantee that is missing, and what would help. `why`: who needs them."""
-    missing = [one for one in guarantees if not one.held]
-    reasons = {(one.found, one.remedy) for one in missing}
+    missing: dict[tuple[str, str], list[str]] = {}
+    for one in guarantees:
+        if not one.held:
+            missing.setdefault((one.found, one.remedy), []).append(one.name)
     lines = [
-        f"sandbox: {why}, and this machine cannot guarantee {', '.join(one.name for one in missing if (one.found, one.remedy) == key)}: "
-        f"{key[0]}; {key[1]}"
-        for key in sorted(reasons)
+        f"sandbox: {why}, and this machine cannot guarantee {', '.join(names)}: {found}; {remedy}"
+        for (found, remedy), names in missing.items()
     ]
     if lines:
         raise ConfigError("\n".join(lines))

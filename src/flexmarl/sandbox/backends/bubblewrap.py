@@ -1,4 +1,4 @@
-"""Boxes on bubblewrap (Linux, 0.8 or newer), as root and as a user: namespaces, a filter of system calls, a control group.
+"""Boxes on bubblewrap (Linux, 0.8 or newer), as root and as a user: namespaces, filtered calls, a control group.
 
 sh: enters the group ──► setpriv: root becomes nobody ──► bwrap, with an empty environment ──► driver.py
 
@@ -7,6 +7,7 @@ an empty environment, because /proc/1/environ in the box is its own.
 """
 
 import asyncio
+import inspect
 import os
 import shutil
 import socket
@@ -26,7 +27,7 @@ from flexmarl.sandbox.interface import Limits
 from flexmarl.sandbox.settings import SandboxSettings
 
 NOBODY = "65534"
-ENTER = 'for f in $1; do echo 0 > "$f" || exit 97; done; shift; exec "$@"'
+ENTER = 'for f in $1; do echo 0 > "$f" || exit 97; done; shift; unset PWD OLDPWD; exec "$@"'
 """Enters the control groups whose files are the first argument, then runs the rest."""
 TIED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders that are links into /usr on most systems."""
@@ -57,7 +58,7 @@ class Bubblewrap:
         outputs = Output(limits.output_bytes), Output(limits.output_bytes)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        passed = [theirs.fileno(), _in_memory(filter_of()), _in_memory(Path(driver.__file__).read_bytes())]
+        passed = [theirs.fileno(), _in_memory(filter_of()), _in_memory(inspect.getsource(driver).encode())]
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command(limits, group, passed, relay),

@@ -1,8 +1,8 @@
 """Control groups for boxes, of version 1 and 2: limits of memory and processes that hold for all of a box together.
 
 Version 1: groups below this process's own in the hierarchies `memory` and `pids`, which root may make.
-Version 2: groups below this process's own, if it was delegated (`systemd-run --user --scope -p Delegate=yes`); for root,
-below the top. A group with processes cannot have limited groups below it, so this process first moves into a leaf.
+Version 2: groups below this process's own, if it was delegated (`systemd-run --user --scope -p Delegate=yes`); for
+root, beside its own. A group with processes cannot have limited groups below it, so this process first moves into a leaf.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ from typing import Any
 from flexmarl.errors import EpisodeError
 from flexmarl.sandbox.backends.cgroups import BoxGroup
 from flexmarl.sandbox.driver import MOST_FRAME
-from flexmarl.sandbox.interface import Ended, Outcome
+from flexmarl.sandbox.interface import BoxOutcome, Ended
 
 GRACE_S = 1.0
 """Time in which a call that is over its time must end when it is interrupted; then its box is killed."""
@@ -97,7 +97,7 @@ class OpenBox:
             said = self._err.taken()[0].strip() or f"exit status {self._process.returncode}"
             raise EpisodeError(f"the sandbox cannot start a box: {said[:500]}") from None
 
-    async def run(self, code: str | Sequence[str], *, stdin: str = "", timeout_s: float = 10.0) -> Outcome:
+    async def run(self, code: str | Sequence[str], *, stdin: str = "", timeout_s: float = 10.0) -> BoxOutcome:
         """See `Box`."""
         kind: dict[str, Any] = {"kind": "code", "code": code}
         if not isinstance(code, str):
@@ -116,7 +116,7 @@ class OpenBox:
             if self._out_of_memory() > kills:
                 ended = Ended.OUT_OF_MEMORY
             out, err = self._out.taken(), self._err.taken()
-            return Outcome(
+            return BoxOutcome(
                 ended=ended,
                 exit=status,
                 stdout=out[0],
@@ -229,4 +229,3 @@ def _ending(reply: Mapping[str, Any]) -> tuple[Ended, int | None]:
     if reply.get("ended") == Ended.TIMED_OUT:
         return Ended.TIMED_OUT, None
     return Ended.EXITED, status if status is not None else 1
-

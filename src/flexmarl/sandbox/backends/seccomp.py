@@ -125,7 +125,9 @@ def filter_of(machine: str | None = None) -> bytes:
         for _, *numbers in calls:
             if (number := numbers[column]) is not None:
                 verdict_if(number, failing(errno.EPERM))
-    verdict_if(CLONE3[column], failing(errno.ENOSYS))  # Its flags are in memory, where no filter looks; libc falls back.
+    verdict_if(
+        CLONE3[column], failing(errno.ENOSYS)
+    )  # Its flags are in memory, where no filter looks; libc falls back.
     emit(EQUAL, CLONE[column], 0, 4)
     emit(LOAD, AT_FIRST)
     emit(ANY_BIT, NEW_NAMESPACES, 0, 1)
