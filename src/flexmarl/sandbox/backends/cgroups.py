@@ -2,7 +2,7 @@
 
 Version 1: groups below this process's own in the hierarchies `memory` and `pids`, which root may make.
 Version 2: groups below this process's own, if it was delegated (`systemd-run --user --scope -p Delegate=yes`); for
-root, beside its own. A group with processes cannot have limited groups below it, so this process first moves into a leaf.
+root, beside its own. A group with processes cannot have limited groups below, so this process first moves into a leaf.
 """
 
 import asyncio
@@ -130,7 +130,13 @@ class Cgroups:
 
     def __init__(self, tree: CgroupTree) -> None:
         self._tree, self._made = tree, 0
-        self._name = f"{PREFIX}{os.getpid()}-{_start_of(os.getpid())}"
+        self.name = f"{PREFIX}{os.getpid()}-{_start_of(os.getpid())}"
+        """How the names of its groups begin."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders in which its groups are."""
+        return self._tree.folders
 
     @classmethod
     def here(cls, root: Path = ROOT) -> "Cgroups | str":
@@ -154,7 +160,7 @@ class Cgroups:
     def group(self, limits: Limits) -> BoxGroup:
         """Makes the group of one box."""
         self._made += 1
-        return BoxGroup(self._tree, f"{self._name}-{self._made}", limits)
+        return BoxGroup(self._tree, f"{self.name}-{self._made}", limits)
 
     def sweep(self) -> None:
         """Removes empty groups of processes that were killed."""
