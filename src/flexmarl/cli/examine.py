@@ -23,6 +23,7 @@ from flexmarl.agents import ChatRenderer, Generate, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
+from flexmarl.assemble.boxes import check_sandbox_of
 from flexmarl.assemble.simulation import check_models
 from flexmarl.cli.needs import Finding, examine_machine, examine_models, examine_servers
 from flexmarl.config import RunSettings, cautions
@@ -88,6 +89,7 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
         succeeded(lambda: _team(settings))
     if not simulated:
         succeeded(lambda: examine_servers(settings))
+    succeeded(lambda: _sandbox(settings))
     succeeded(lambda: _run(settings))
     succeeded(lambda: examine_machine(settings, models, this_machine(), longest if readable else {}))
     return findings, problems
@@ -317,6 +319,12 @@ def _team(settings: RunSettings) -> Iterator[Finding]:
     for name, agent in team.agents.items():
         if agent.tools:
             yield Finding(f"team.agents.{name}.tools", f"{', '.join(agent.tools)}; {agent.tools_note}")
+
+
+def _sandbox(settings: RunSettings) -> Iterator[Finding]:
+    """Tries what the boxes of the run's tools guarantee. Raises ConfigError that names what is missing."""
+    for guarantee in check_sandbox_of(settings):
+        yield Finding(f"sandbox, {guarantee.name}", guarantee.found)
 
 
 def _run(settings: RunSettings) -> Iterator[Finding]:

@@ -11,11 +11,12 @@ from flexmarl.imports import Lazy
 
 if TYPE_CHECKING:
     from flexmarl.analysis import plots
-    from flexmarl.assemble import blueprint, commands
+    from flexmarl.assemble import blueprint, boxes, commands
     from flexmarl.assemble import export as exports
     from flexmarl.cli import examine, simulations
 else:
     blueprint = Lazy("flexmarl.assemble.blueprint")
+    boxes = Lazy("flexmarl.assemble.boxes")
     commands = Lazy("flexmarl.assemble.commands")
     exports = Lazy("flexmarl.assemble.export")
     examine = Lazy("flexmarl.cli.examine")

@@ -191,6 +191,7 @@ class Player:
             sampling={} if temperature is None else {"temperature": temperature},
             purpose=purpose_of(group, greedy=greedy),
             environment=self._team.environment,
+            sandbox=self._team.sandbox,
             tools=tools,
             doors=self._doors,
         )

@@ -24,7 +24,13 @@ TOOLS: SettingsTable[Tool] = SettingsTable(
     setting="team.agents.NAME.tools.type",
     group="tools",
     interface=[Tool],
-    built_in={"calculator": "flexmarl.tools.calculator:Calculator"},
+    built_in={
+        "calculator": "flexmarl.tools.calculator:Calculator",
+        "python": "flexmarl.tools.boxed:PythonTool",
+        "shell": "flexmarl.tools.boxed:ShellTool",
+        "sql": "flexmarl.tools.sql:SqlTool",
+        "search": "flexmarl.tools.search:SearchTool",
+    },
     of_function=tool_of_function,
 )
 """Tools by `type`; the settings class is the tool."""

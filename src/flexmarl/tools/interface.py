@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flexmarl.sandbox.interface import Sandbox
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
@@ -24,6 +26,8 @@ class ToolContext:
     deadline: float = math.inf
     """Time of the event loop, in seconds, at which the episode ends at the latest, as far as is known when the tool is
     opened."""
+    sandbox: Sandbox | None = None
+    """Opens boxes for code that a model wrote, if a tool of the run needs them (`needs_box`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,16 @@ class Tool(Protocol):
 def max_parallel_of(tool: Tool) -> int | None:
     """The tool's `max_parallel`, which it need not have: calls of this name that run at once in a run. None: any."""
     return getattr(tool, "max_parallel", None)
+
+
+def needs_box(tool: Tool) -> bool:
+    """True for a tool that runs what a model wrote: no run begins where its boxes are not safe."""
+    return getattr(tool, "needs_box", False)
+
+
+def keeps_state(tool: Tool) -> bool:
+    """True for a tool whose calls depend on earlier ones, and whose state cannot be copied for a branch of a tree."""
+    return getattr(tool, "keeps_state", False)
 
 
 def specification(tool: Tool) -> dict[str, Any]:

@@ -1,0 +1,8 @@
+"""Boxes for code that a model wrote. In: files, code, commands. Out: what they printed, and how they ended.
+
+interface.py   Sandbox, Box, BoxOutcome, Limits
+settings.py    the section `sandbox` of a config
+driver.py      the program inside a box: interpreter of a session, commands, files
+probe.py       tries every guarantee; law 14: what is missing refuses the run
+backends/      boxes on bubblewrap, with its filter of system calls and its control groups
+"""

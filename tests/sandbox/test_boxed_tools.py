@@ -1,0 +1,159 @@
+"""The tools `python`, `shell` and `sql`, in boxes."""
+
+import asyncio
+import sqlite3
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flexmarl.errors import EpisodeError
+from flexmarl.testing.plugin_checks import check_tool
+from flexmarl.tools import Observation, Tool, ToolContext
+from flexmarl.tools.boxed import LOST, PythonTool, ShellTool
+from flexmarl.tools.sql import SqlTool
+from tests.sandbox.conftest import remains
+
+SCRIPT = "CREATE TABLE sales(city TEXT, amount INT); INSERT INTO sales VALUES ('Bern', 3), ('Bern', 4), ('Oslo', NULL);"
+
+
+def called(sandbox: Any, tool: Tool, *calls: Mapping[str, Any], files: Mapping[str, str] = {}) -> list[Observation]:
+    async def run() -> list[Observation]:
+        async with tool.open(ToolContext(episode="g0e0a0", seed=1, files=files, sandbox=sandbox)) as bound:
+            return [await bound.call(arguments) for arguments in calls]
+
+    return asyncio.run(run())
+
+
+def code(*texts: str) -> list[Mapping[str, Any]]:
+    return [{"code": text} for text in texts]
+
+
+def test_python_keeps_its_session_and_says_when_it_is_lost(sandbox):
+    texts = ("x = 6", "x * 7", "1 / 0", "import os; os.kill(os.getpid(), 9)", "x")
+    set_, used, failed, killed, anew = called(sandbox, PythonTool(), *code(*texts))
+    assert (set_.text, used.text) == ("(no output)", "42")
+    assert failed.shown.startswith("error: Traceback")
+    assert LOST in killed.text
+    assert "NameError" in anew.text
+    assert remains() == []
+
+
+def test_python_without_a_session_begins_anew_with_the_files_of_the_task(sandbox):
+    texts = ("x = 1; open('made', 'w')", "import os; sorted(os.listdir())", "x")
+    _, files, lost = called(sandbox, PythonTool(session=False), *code(*texts), files={"data.csv": "1"})
+    assert files.text == "['data.csv']"
+    assert "NameError" in lost.text
+
+
+def test_what_a_tool_shows_has_no_control_characters(sandbox):
+    (seen,) = called(
+        sandbox, PythonTool(), *code("print('a\\x1b[2J\\x00b\\r')\nprint('\\ud800'.encode(errors='replace'))")
+    )
+    assert "a\\x1b[2J\\x00b\\x0d" in seen.text
+    assert "\x1b" not in seen.text
+
+
+def test_a_tool_that_takes_too_long_is_an_observation(sandbox):
+    late, then = called(sandbox, PythonTool(timeout_s=0.3), *code("y = 1\nwhile True: pass", "y"))
+    assert (late.ok, late.text) == (False, "it took longer than 0.3 s")
+    assert then.text == "1"
+
+
+def test_a_cancelled_call_ends_its_box_and_leaves_the_tool_usable(sandbox):
+    async def run() -> str:
+        context = ToolContext(episode="g0e0a0", seed=1, sandbox=sandbox)
+        async with PythonTool(timeout_s=600).open(context) as bound:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await bound.call({"code": "while True: pass"})
+            return (await bound.call({"code": "6 * 7"})).text
+
+    assert asyncio.run(run()) == "42"
+    assert remains() == []
+
+
+def test_without_a_sandbox_a_call_is_a_fault():
+    with pytest.raises(EpisodeError, match="needs a sandbox"):
+        called(None, PythonTool(), *code("1"))
+
+
+def test_shell_keeps_files_and_tells_the_status(sandbox):
+    commands = [{"command": text} for text in ("echo one > f; cat f", "cat f; exit 3", "printf '\\0'")]
+    first, second, _ = called(sandbox, ShellTool(), *commands)
+    assert first.text == "one"
+    assert (second.ok, second.text) == (False, "one\nexit status 3")
+
+
+def queries(*texts: str) -> list[Mapping[str, Any]]:
+    return [{"query": text} for text in texts]
+
+
+def test_sql_answers_with_rows_and_shows_its_tables_to_the_model(sandbox):
+    tool = SqlTool(script=SCRIPT)
+    assert "CREATE TABLE sales(city TEXT, amount INT);" in tool.description
+    rows, wrong, columns = called(
+        sandbox,
+        tool,
+        *queries("SELECT city, sum(amount) FROM sales GROUP BY 1", "SELECT missing", "PRAGMA table_info(sales)"),
+    )
+    assert rows.text == "city | sum(amount)\nBern | 7\nOslo | NULL"
+    assert rows.data == {"columns": ["city", "sum(amount)"], "rows": [["Bern", 7], ["Oslo", None]]}
+    assert (wrong.ok, wrong.text) == (False, "no such column: missing")
+    assert "amount" in columns.text
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM sales",
+        "DROP TABLE sales",
+        "ATTACH '/usr/share/x' AS other",
+        "ATTACH ':memory:' AS other",
+        "PRAGMA writable_schema = 1",
+        "PRAGMA database_list",
+        "SELECT load_extension('/usr/lib/x.so')",
+        "CREATE TEMP TABLE mine(a)",
+        "VACUUM INTO '/tmp/copy'",
+        "SELECT 1; SELECT 2",
+        "BEGIN",
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n",
+        "SELECT hex(zeroblob(900000000))",
+    ],
+)
+def test_a_query_that_may_not_be_answered_is_a_mistake_and_the_copy_stays_as_it_is(query, sandbox):
+    tool = SqlTool(script=SCRIPT, max_steps=1_000_000)
+    refused, after = called(sandbox, tool, *queries(query, "SELECT count(*) FROM sales"))
+    assert refused.ok is False
+    assert after.text == "count(*)\n3"
+
+
+def test_with_write_each_episode_changes_a_copy_of_its_own(sandbox):
+    tool = SqlTool(script=SCRIPT, write=True)
+    for _ in range(2):
+        changed, after = called(sandbox, tool, *queries("DELETE FROM sales", "SELECT count(*) FROM sales"))
+        assert (changed.text, after.text) == ("done", "count(*)\n0")
+
+
+def test_a_database_may_be_a_file_or_a_file_of_the_task(tmp_path, sandbox):
+    path = tmp_path / "shop.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(SCRIPT)
+    (counted,) = called(sandbox, SqlTool(database=path), *queries("SELECT count(*) FROM sales"))
+    of_task = SqlTool(task_file="tables.sql")
+    (also,) = called(sandbox, of_task, *queries("SELECT count(*) FROM sales"), files={"tables.sql": SCRIPT})
+    assert counted.text == also.text == "count(*)\n3"
+    with pytest.raises(EpisodeError, match=r"no file 'tables\.sql'"):
+        called(sandbox, of_task, *queries("SELECT 1"))
+
+
+def test_long_results_are_cut_by_rows_and_characters(sandbox):
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 50) SELECT i FROM n"
+    (cut,) = called(sandbox, SqlTool(script=SCRIPT, max_rows=3), *queries(numbers))
+    assert cut.text == "i\n1\n2\n3\n... (more rows are left out)"
+
+
+def test_the_tools_conform_as_far_as_they_need_no_box():
+    for tool in (PythonTool(), ShellTool(), SqlTool(script=SCRIPT)):
+        assert check_tool is not None
+        assert tool.parameters["type"] == "object"

@@ -1,0 +1,165 @@
+"""Boxes on bubblewrap: what they are for, and what no program gets out of one."""
+
+import asyncio
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from flexmarl.sandbox.backends import bubblewrap
+from flexmarl.sandbox.backends.bubblewrap import Bubblewrap
+from flexmarl.sandbox.interface import Ended, Limits
+from flexmarl.testing.sandbox import (
+    ATTACKS,
+    ENDLESS,
+    SMALL,
+    THROUGH,
+    Surroundings,
+    attacked,
+    check_sandbox,
+    gets_through,
+)
+from tests.docs.pages import blocks
+from tests.sandbox.conftest import PLAIN, as_plain_user, remains
+
+
+def those_that_get_through(surroundings: Surroundings) -> list[str]:
+    """Names of the attacks that get through."""
+
+    async def all_of_them() -> list[str]:
+        through = []
+        for attack in ATTACKS:
+            outcome = await attacked(Bubblewrap(), attack, surroundings)
+            if THROUGH in outcome.stdout or outcome.ended is Ended.TIMED_OUT:
+                through.append(attack.name)
+        return through
+
+    return asyncio.run(all_of_them())
+
+
+def test_the_sandbox_conforms(sandbox):
+    check_sandbox(lambda: sandbox)
+    assert remains() == []
+
+
+def test_there_are_forty_attacks_and_each_has_a_name_of_its_own():
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 40
+
+
+def test_no_attack_gets_out_of_a_box(sandbox):
+    with Surroundings.open() as surroundings:
+        assert those_that_get_through(surroundings) == []
+    assert remains() == []
+
+
+def test_every_attack_that_does_no_harm_gets_through_a_plain_process(sandbox):
+    users = ("any", "root") if os.geteuid() == 0 else ("any",)
+    with Surroundings.open() as surroundings:
+        harmless = [attack for attack in ATTACKS if attack.witness in users]
+        held_off = [attack.name for attack in harmless if not gets_through(attack, surroundings)]
+    assert held_off == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a plain user; the tests above ran as one")
+def test_no_attack_gets_out_of_the_box_of_a_plain_user(sandbox):
+    def work() -> Sequence[object]:
+        bubblewrap._CGROUPS.clear()
+        return [os.getuid(), those_that_get_through(surroundings), remains()]
+
+    with Surroundings.open() as surroundings:
+        assert as_plain_user(work) == [PLAIN, [], []]
+
+
+@pytest.mark.parametrize(("name", "code"), ENDLESS, ids=[name for name, _ in ENDLESS])
+def test_what_does_not_end_by_itself_is_ended(name, code, sandbox):
+    async def run() -> None:
+        async with sandbox.open({}, SMALL) as box:
+            outcome = await box.run(code, timeout_s=0.3)
+            assert outcome.ended is Ended.TIMED_OUT
+            assert outcome.lost or (await box.run("1 + 1")).stdout == "2\n"
+
+    asyncio.run(run())
+    assert remains() == []
+
+
+def test_a_box_without_a_relay_has_no_way_out_and_one_with_it_reaches_that_socket_alone(sandbox):
+    code = """
+import socket
+one = socket.socket(socket.AF_UNIX)
+try:
+    one.connect('/run/relay.sock')
+    one.sendall(b'ask')
+    print(one.recv(64).decode())
+except OSError as error:
+    print('no way out')
+"""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        os.chmod(folder, 0o755)
+        path = Path(folder) / "gateway.sock"
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen()
+
+        def serve() -> None:
+            caller, _ = listener.accept()
+            with caller:
+                caller.sendall(b"answer to " + caller.recv(64))
+
+        async def run() -> list[str]:
+            async with sandbox.open() as closed, sandbox.open(relay=path) as relayed:
+                return [(await box.run(code)).stdout.strip() for box in (closed, relayed)]
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert asyncio.run(run()) == ["no way out", "answer to ask"]
+        thread.join()
+
+
+def test_boxes_are_apart_at_the_same_time_and_leave_nothing(sandbox):
+    async def one(number: int) -> str:
+        async with sandbox.open({"mine": str(number)}) as box:
+            await box.run("mine = open('mine').read()\nopen('/tmp/trace', 'x').write(mine)")
+            return (await box.run("print(mine, open('/tmp/trace').read())")).stdout
+
+    async def many() -> list[str]:
+        return await asyncio.gather(*map(one, range(24)))
+
+    assert asyncio.run(many()) == [f"{number} {number}\n" for number in range(24)]
+    assert remains() == []
+
+
+def test_a_box_that_outlives_its_program_does_not_outlive_its_block(sandbox):
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+        "    os._exit(0)"
+    )
+
+    async def run() -> None:
+        async with sandbox.open() as box:
+            assert (await box.run(code)).ok
+            assert remains() != []
+
+    asyncio.run(run())
+    assert remains() == []
+
+
+def test_memory_that_a_child_used_up_is_told_and_the_session_goes_on_or_is_said_to_be_lost(sandbox):
+    async def run() -> None:
+        async with sandbox.open({}, Limits(memory_bytes=96 * 2**20)) as box:
+            grown = await box.run(["python3", "-c", "held = bytearray(400 << 20)"])
+            assert grown.ended is Ended.OUT_OF_MEMORY
+            assert (await box.run("1 + 1")).stdout == "2\n" or grown.lost
+
+    asyncio.run(run())
+
+
+def test_the_page_of_the_sandbox_runs(sandbox, capfd):
+    (block,) = [one for one in blocks("docs/howto/sandbox.md", "python") if "box" in one.notes]
+    exec(compile(block.text, "sandbox.md", "exec"), {"__name__": "page"})
+    said = capfd.readouterr().out
+    assert "'1,2\\n'" in said or "1,2" in said
+    assert "1 data.csv" in said
