@@ -103,6 +103,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/set_get.py --json
 	$(BIN)/python benchmarks/adapters.py --json
 	$(BIN)/python benchmarks/logprob_memory.py --json
+	$(BIN)/python benchmarks/state_swap.py --json
 	$(BIN)/python benchmarks/memory.py --json
 	$(BIN)/python benchmarks/tree.py --json
 	$(BIN)/python benchmarks/paper_tables.py --json

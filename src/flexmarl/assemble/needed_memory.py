@@ -170,7 +170,7 @@ def _libraries(settings: RunSettings) -> Part:
     processes = 1
     if settings.cluster.backend == "ray":
         engines = [policy.instances for policy in settings.policies.values() if computes(policy.engine)]
-        processes += sum(engines) + len(settings.trained)
+        processes += sum(engines) + (settings.shared_places or len(settings.trained))
     setting = "cluster.backend=inline" if processes > 1 else ""
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 

@@ -47,7 +47,7 @@ from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
 from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.rank import RankHost, Trained
-from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.backends.single import SavesPretrained, SingleProcessTrainer
 from flexmarl.training.group import Rank
 from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
@@ -107,14 +107,20 @@ class Materials:
         with boundary(TrainingError, f"policies.{policy}.training: making a trainer"), training_of(policy):
             self._begin()
             thread, rows = self.thread or DeviceThread(f"trainer-{policy}"), StoreRows(self.open_store())
-            trainer = self._trainer_of(policy, load_model(model_source(settings, policy)), thread, rows)
+            model, tokenizer = load_model(model_source(settings, policy)), load_tokenizer(settings, policy)
+            trainer = self._trainer_of(policy, model, thread, rows, tokenizer)
             self._made()
             if self.thread is None and self.device == "cpu":
                 lower_priority()  # Only now: until it is made, the whole run waits for it.
             return trainer
 
     def _trainer_of(
-        self, policy: PolicyName, model: PreTrainedModel, thread: DeviceThread, rows: StoreRows
+        self,
+        policy: PolicyName,
+        model: PreTrainedModel,
+        thread: DeviceThread,
+        rows: StoreRows,
+        tokenizer: SavesPretrained,
     ) -> SingleProcessTrainer:
         """The trainer of a policy around a model."""
         settings = self.settings
@@ -124,7 +130,7 @@ class Materials:
             settings.policies[policy].training,
             self.objects,
             thread=thread,
-            tokenizer=load_tokenizer(settings, policy),
+            tokenizer=tokenizer,
             device=self.device,
             seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
             deterministic=settings.deterministic,
@@ -143,9 +149,11 @@ class Materials:
                 for policy, source in sources.items()
             }
 
+            tokenizers = {policy: load_tokenizer(settings, policy) for policy in policies}
+
             def make(policy: PolicyName, model: PreTrainedModel) -> SingleProcessTrainer:
                 with training_of(policy):
-                    return self._trainer_of(policy, model, thread, rows)
+                    return self._trainer_of(policy, model, thread, rows, tokenizers[policy])
 
             rank = RankHost(policies, self.objects, make, disk=self.disk, device=self.device, thread=thread)
             self._made()

@@ -184,15 +184,9 @@ async def world_of(
                 workers.add(resident)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
-        of_policies: dict[PolicyName, Trainer] = {}
-        groups: Mapping[PolicyName, ProcessGroup]
-        if places:
-            memory, ranks = HostMemory(settings.process_groups.host_bytes), [remotes[spec.name] for spec in places]
-            sharing = {policy: GroupTrainer(policy, ranks, memory) for policy in trained}
-            of_policies, groups = {**sharing}, sharing
-        else:
-            of_policies = {policy: remotes[spec.name] for policy, spec in zip(trained, trainers, strict=True)}
-            groups = residents.process_groups(of_policies)
+        of_policies, groups = trainers_on(
+            settings, residents, trained, [remotes[s.name] for s in trainers], bool(places)
+        )
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
         pool = make_pool(
             {policy: [remotes[WorkerId.engine(name)] for name in names[policy]] for policy in served},
@@ -214,6 +208,21 @@ async def world_of(
             running=RunningCalls(settings.rollout.tool_calls_at_once),
             workers=workers,
         )
+
+
+def trainers_on(
+    settings: RunSettings, residents: Residents, trained: Sequence[PolicyName], remotes: Sequence[Any], shared: bool
+) -> tuple[Mapping[PolicyName, Trainer], Mapping[PolicyName, ProcessGroup]]:
+    """The trainer of each policy, and its process group if it may leave its devices.
+
+    `remotes` are the ranks of the places if these are `shared`, else a trainer for each policy.
+    """
+    if shared:
+        memory = HostMemory(settings.process_groups.host_bytes)
+        groups = {policy: GroupTrainer(policy, remotes, memory) for policy in trained}
+        return groups, groups
+    trainers = dict(zip(trained, remotes, strict=True))
+    return trainers, residents.process_groups(trainers)
 
 
 def _loading(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> str:

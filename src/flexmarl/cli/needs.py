@@ -181,13 +181,18 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     of_kind = {True: 0, False: 0}
     for policy in settings.policies.values():
         of_kind[computes(policy.engine)] += policy.instances
-    engines, trainers = of_kind[True], len(settings.trained)
+    engines, trainers = of_kind[True], settings.shared_places or len(settings.trained)
+    trained_on = (
+        f"{trainers} places for {len(settings.trained)} trained policies"
+        if settings.shared_places
+        else f"{trainers} trainers"
+    )
     others = f", and {of_kind[False]} engines in the controller's process" if of_kind[False] else ""
     found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
     short = cluster.device == "cuda" and len(machine.devices) < engines + trainers
     yield Finding(
         "processes",
-        f"{engines} engines and {trainers} trainers, on {cluster.device}{others}; here: {found_here}",
+        f"{engines} engines and {trained_on}, on {cluster.device}{others}; here: {found_here}",
         f"run on a machine with {engines + trainers} accelerators, or set cluster.device=cpu" if short else "",
     )
 

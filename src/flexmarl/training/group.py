@@ -33,12 +33,14 @@ class SetAside:
     """Checksum of the weights of `version`, which are set in the object store; None if they are not."""
     blocks: Mapping[str, ObjectKey]
     """The objects that hold its tensors, by kind (training/backends/state.py)."""
+    tensors: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]] = field(default_factory=dict)
+    """Type and shape of each tensor, by kind and name."""
     num_bytes: int = 0
     """Bytes of the blocks but for the weights."""
     on_disk: bool = False
     """True if there was no room for them in host memory."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor."""
+    """The rest of the state: counts and names."""
 
 
 class Rank(Trainer, Protocol):

@@ -11,11 +11,11 @@ one base take turns on that base, which stays.
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
@@ -25,7 +25,7 @@ from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, weights
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.backends.causal_lm import DTYPES, check_model_files, load_model, unique_tensors
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.backends.state import Tensors, TrainerState, bind, buffers_of
+from flexmarl.training.backends.state import Tensors, TrainerState, bind, buffers_of, empty_like, facts_of
 from flexmarl.training.group import SetAside
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.settings import TrainingSettings
@@ -45,7 +45,7 @@ class Trained:
 
     @property
     def base(self) -> tuple[str, str] | None:
-        """What policies with adapters on one base have in common; None if all weights are trained."""
+        """The same for policies with adapters on one base; None if all weights are trained."""
         return None if self.settings.lora is None else (str(self.source), self.settings.dtype)
 
 
@@ -87,6 +87,8 @@ class RankHost:
         self._aside: SetAside | None = None
         """The state of which the policy that it holds was resumed."""
         self._base: _Base | None = None
+        self._skeletons: dict[str | Path, PreTrainedModel] = {}
+        """Models without memory, by their source."""
 
     async def resume(self, policy: PolicyName, aside: SetAside | None) -> None:
         """Brings a policy's state onto the device. Its blocks are then free; the state that it had is gone."""
@@ -96,9 +98,10 @@ class RankHost:
             if aside is None:
                 self._trainer = await self._run(lambda: self._make(policy, self._first_model(policy)))
             else:
-                held = {kind: await self._tier(aside, kind).get(key) for kind, key in aside.blocks.items()}
-                self._trainer = await self._run(lambda: self._brought_back(policy, aside, held))
-                del held
+                here = {kind: empty_like(facts, self._device) for kind, facts in aside.tensors.items()}
+                for kind, key in aside.blocks.items():
+                    await self._tier(aside, kind).get_into(key, here[kind], verify="names", run=self._run)
+                self._trainer = await self._run(lambda: self._brought_back(policy, aside, here))
                 await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
         self._policy, self._aside = policy, aside
 
@@ -114,6 +117,7 @@ class RankHost:
                 version=trainer.version,
                 published=published,
                 blocks={kind: self._key(trainer, kind, number) for kind in state.tensors},
+                tensors={kind: facts_of(of) for kind, of in state.tensors.items()},
                 num_bytes=num_bytes,
                 on_disk=room is not None and num_bytes > room,
                 facts=state.facts,
@@ -170,16 +174,19 @@ class RankHost:
             assert trained.base is not None, "asked of policies with adapters"
             weights = {name: tensor.detach() for name, tensor in unique_tensors(model)}
             self._base = _Base(trained.base, weights, buffers_of(model))
-        return bind(check_model_files(trained.source), self._base.weights, self._base.buffers)
+        return bind(self._skeleton(trained), self._base.weights, self._base.buffers)
 
-    def _brought_back(
-        self, policy: PolicyName, aside: SetAside, held: Mapping[str, Mapping[str, torch.Tensor]]
-    ) -> SingleProcessTrainer:
+    def _skeleton(self, trained: Trained) -> PreTrainedModel:
+        """A model without memory. Its files are read once."""
+        if trained.source not in self._skeletons:
+            self._skeletons[trained.source] = check_model_files(trained.source)
+        return deepcopy(self._skeletons[trained.source])
+
+    def _brought_back(self, policy: PolicyName, aside: SetAside, here: dict[str, Tensors]) -> SingleProcessTrainer:
         trained = self._policies[policy]
-        here = {kind: {n: t.to(self._device, copy=True) for n, t in of.items()} for kind, of in held.items()}
         if trained.base is None:
             self._base = None
-            model = bind(check_model_files(trained.source), here["weights"], here.get("buffers", {}))
+            model = bind(self._skeleton(trained), here["weights"], here.get("buffers", {}))
         else:
             model = self._on_base(trained)
         trainer = self._make(policy, model)

@@ -95,6 +95,18 @@ def take_state(state: TrainerState, network: Network, updater: Updater, cache: G
         network.reference.take(tensors.get("reference", {}), moved=state.facts["reference_moved"])
 
 
+def facts_of(tensors: Mapping[str, Tensor]) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor, by name."""
+    return {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def empty_like(facts: Mapping[str, tuple[str, tuple[int, ...]]], device: str) -> Tensors:
+    """Tensors of these types and shapes, whose numbers are to be filled in."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, (dtype, shape) in facts.items()
+    }
+
+
 def _counts(sums: OpenSums) -> dict[str, Any]:
     return {
         "num_samples": sums.num_samples,
