@@ -256,6 +256,7 @@ class SeatHistory:
 def canon(message: Said) -> bytes:
     """The message as histories are compared.
 
+    >>> from flexmarl.agents.chat import SaidCall
     >>> a = Said(role="assistant", text="ok ", calls=(SaidCall("f", '{"b": 1, "a": 2}', "x"),))
     >>> b = Said(role="assistant", text=" ok", calls=(SaidCall("f", '{"a":2,"b":1}', "y"),), thought="hm")
     >>> canon(a) == canon(b)
