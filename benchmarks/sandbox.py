@@ -1,7 +1,7 @@
 """Boxes for code of a model: what a box, a call in a live session, and many sessions at once cost.
 
-Needs bubblewrap, and the guarantees of `flexmarl sandbox probe`. A box is compared with a bare start of the same Python,
-by turns, so that the load of the machine counts for both.
+Needs bubblewrap, and the guarantees of `flexmarl sandbox probe`. A box is compared with a bare start of the same
+Python, by turns, so that the load of the machine counts for both.
 """
 
 import asyncio
@@ -23,6 +23,13 @@ CALLS = 200
 """Calls in one live session."""
 
 
+def bare_start(python: str) -> float:
+    """Seconds of a bare Python with the same code."""
+    began = time.perf_counter()
+    subprocess.run([python, "-I", "-c", "print(6 * 7)"], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
 async def cold(sandbox: Bubblewrap) -> tuple[float, float]:
     """Median seconds of a fresh box with one call, and of a bare Python that does the same."""
     boxes, bare = [], []
@@ -32,9 +39,7 @@ async def cold(sandbox: Bubblewrap) -> tuple[float, float]:
         async with sandbox.open() as box:
             await box.run("print(6 * 7)")
         boxes.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        subprocess.run([python, "-I", "-c", "print(6 * 7)"], check=True, capture_output=True)
-        bare.append(time.perf_counter() - began)
+        bare.append(bare_start(python))
     return statistics.median(boxes), statistics.median(bare)
 
 
