@@ -93,6 +93,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/kv_memory.py --json
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 	$(BIN)/python benchmarks/real_model.py --json
+	$(BIN)/python benchmarks/sandbox.py --json
 	$(BIN)/python benchmarks/pipeline.py --json
 	$(BIN)/python benchmarks/store.py --json
 	$(BIN)/python benchmarks/conversations.py --json

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ def as_plain_user(work: Callable[[], object]) -> object:
                 os.setgroups([])
                 os.setresgid(PLAIN, PLAIN, PLAIN)
                 os.setresuid(PLAIN, PLAIN, PLAIN)
+                tempfile.tempdir = "/tmp"  # Root's own may be closed to others.
                 os.write(writing, json.dumps(work()).encode())
                 os._exit(0)
             except BaseException:

@@ -1,18 +1,25 @@
 """The tools `python`, `shell` and `sql`, in boxes."""
 
 import asyncio
+import pickle
 import sqlite3
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import EpisodeError
-from flexmarl.testing.plugin_checks import check_tool
+from flexmarl.records import GroupId, GroupRecord, Task
+from flexmarl.rollout.player import Player
+from flexmarl.testing.agents import ScriptedModel
 from flexmarl.tools import Observation, Tool, ToolContext
 from flexmarl.tools.boxed import LOST, PythonTool, ShellTool
 from flexmarl.tools.sql import SqlTool
+from tests.commands import run_commands
 from tests.sandbox.conftest import remains
+from tests.unit.agents.tables import TOKENIZER, says, spec, text
 
 SCRIPT = "CREATE TABLE sales(city TEXT, amount INT); INSERT INTO sales VALUES ('Bern', 3), ('Bern', 4), ('Oslo', NULL);"
 
@@ -153,7 +160,38 @@ def test_long_results_are_cut_by_rows_and_characters(sandbox):
     assert cut.text == "i\n1\n2\n3\n... (more rows are left out)"
 
 
-def test_the_tools_conform_as_far_as_they_need_no_box():
-    for tool in (PythonTool(), ShellTool(), SqlTool(script=SCRIPT)):
-        assert check_tool is not None
-        assert tool.parameters["type"] == "object"
+def test_an_agent_of_an_episode_runs_code_in_a_box_and_reads_what_it_printed(sandbox):
+    say = '<tool_call>{{"name": "python", "arguments": {{"code": "{}"}}}}</tool_call>'
+    replies = [say.format("seen = open('a.txt').read()"), say.format("seen * 2"), "twice"]
+    model = ScriptedModel(TOKENIZER, says(*replies))
+    agent = {"tools": [{"type": "python"}], "syntax": {"type": "tag"}, "tell_tools": "none"}
+
+    async def run(task: Task, team: Any) -> None:
+        (await team.solver.act(task.prompt)).reward(1.0)
+
+    team = replace(spec({"solver": agent}), run=run, sandbox=pickle.loads(pickle.dumps(sandbox)))
+    task = Task(input_id="x", prompt="1", data={"files": {"a.txt": "ab"}})
+    player = Player(team=team, generate=model, run_seed=1, timeout_s=600.0)
+    episode = asyncio.run(player.play(GroupRecord(group=GroupId(0), task=task, step=0), 0))
+    assert episode.finished, episode.reason
+    last = text(episode.turns[-1].prompt_ids)
+    assert "'abab'" in last
+    assert remains() == []
+
+
+def test_a_tool_with_a_state_is_refused_in_a_tree_of_turns():
+    agent = {"tools": [{"type": "python"}], "policy": "p"}
+    tree = {"type": "turns", "turn": "any", "candidates": 2}
+    with pytest.raises(ValueError, match="session: false, or candidates: 1"):
+        TeamSettings.model_validate({"agents": {"solver": agent}, "workflow": tree})
+    agent["tools"] = [{"type": "python", "session": False}]
+    TeamSettings.model_validate({"agents": {"solver": agent}, "workflow": tree})
+
+
+def test_a_run_with_boxed_tools_trains_and_check_shows_what_was_tried(small_run, tmp_path):
+    tool = "team.agents.solver.tools=[{type: python}]"
+    commands = (("check", small_run, tool), ("train", small_run, tool, "steps=1", f"out={tmp_path}/out"))
+    checked, trained = run_commands(*commands, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert b"sandbox, filesystem" in checked.stdout
+    assert trained.returncode == 0, trained.stderr

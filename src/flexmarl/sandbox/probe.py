@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,5 +227,6 @@ def check_guarantees(guarantees: Sequence[Guarantee], why: str) -> None:
 
 
 def probe_now(sandbox: Sandbox, accepted: Sequence[str] = ()) -> list[Guarantee]:
-    """The same as `probed`, for a program without an event loop."""
-    return asyncio.run(probed(sandbox, accepted=accepted))
+    """The same as `probed`, on an event loop of its own: the caller may be in one, as in a notebook."""
+    with ThreadPoolExecutor(1, thread_name_prefix="flexmarl-probe") as thread:
+        return thread.submit(lambda: asyncio.run(probed(sandbox, accepted=accepted))).result()

@@ -188,7 +188,7 @@ ROOM = (
         "a larger file than the box may have",
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "path = ('/box' if os.path.isdir('/box') else FOLDER) + '/large'\n"
-        + _tries("os.truncate(open(path, 'wb').fileno(), 1 << 33); through()")
+        + _tries("open(path, 'wb').close(); os.truncate(path, 1 << 33); through()")
         + "\nos.unlink(path)",
     ),
     Attack(
