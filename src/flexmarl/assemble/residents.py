@@ -36,7 +36,7 @@ from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreSer
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
-from flexmarl.inference.settings import EngineSettings, computes
+from flexmarl.inference.settings import EngineSettings, computes, own_python, wants_canary
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
@@ -84,6 +84,7 @@ class Materials:
             policy=policy,
             make_model=partial(load_model, model_source(self.settings, policy)),
             decode=load_renderer(self.settings, policy).decode,
+            source=model_source(self.settings, policy),
             store=self.objects,
             thread=thread,
             device=self.device,
@@ -110,6 +111,7 @@ class Materials:
                 seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
                 deterministic=settings.deterministic,
                 rows=StoreRows(self.open_store()),
+                canary=wants_canary(settings.policies[policy].engine),
             )
             self._made()
             if self.thread is None and self.device == "cpu":
@@ -159,7 +161,8 @@ class RealResidents:
             if computes(engine)
             else partial(materials.make_engine_here, policy, self.modelled),
             error=EngineError,
-            devices=self._devices if computes(engine) else 0,
+            devices=self._devices * getattr(engine, "tensor_parallel", 1) if computes(engine) else 0,
+            python=self._python(engine),
             threads=getattr(engine, "threads", None) or self._threads,
             in_controller=not computes(engine),
         )
@@ -227,6 +230,10 @@ class RealResidents:
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
         """Returns none: every trainer has its own device."""
         return {}
+
+    def _python(self, engine: EngineSettings) -> Path | None:
+        python = own_python(engine)
+        return None if python is None else self.materials.settings.path(python).absolute()
 
     @property
     def _devices(self) -> int:
