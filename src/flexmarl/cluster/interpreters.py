@@ -1,6 +1,6 @@
-"""Other Python interpreters of this machine, for residents with an environment of their own: what they must share with ours.
+"""Other Python interpreters of this machine, for residents with an environment of their own.
 
-Objects cross between processes as pickles, and Ray's processes must be of one version.
+They must have this process's Python, Ray and flexmarl: objects cross between processes as pickles.
 """
 
 import json
@@ -24,22 +24,22 @@ def of(package):
         return version(package)
     except PackageNotFoundError:
         return None
-facts = {"Python": "%d.%d.%d" % sys.version_info[:3], **{package: of(package) for package in ("ray", "flexmarl")}}
+facts = {"Python": ".".join(map(str, sys.version_info[:3])), "ray": of("ray"), "flexmarl": of("flexmarl")}
 print(json.dumps([facts, {package: find_spec(package) is not None for package in sys.argv[1:]}]))
 """
 
 
 def require_interpreter(python: Path, key: str, *, packages: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError that begins with `key` unless the interpreter has our Python, Ray and flexmarl, and `packages`."""
+    """Raises ConfigError that begins with `key` unless an interpreter has ours of all, and `packages`."""
     facts, has = _facts(python, key, packages)
-    ours = {"Python": "%d.%d.%d" % sys.version_info[:3], "ray": version("ray"), "flexmarl": version("flexmarl")}
+    ours = {"Python": ".".join(map(str, sys.version_info[:3])), "ray": version("ray"), "flexmarl": version("flexmarl")}
     unlike = [
         f"{name} {facts[name] or 'missing'} there, {mine} here" for name, mine in ours.items() if facts[name] != mine
     ]
     if unlike:
         raise ConfigError(
-            f"{key}: {python} has another environment than this process: {'; '.join(unlike)}; install the same versions "
-            "there, flexmarl with `pip install --no-deps`"
+            f"{key}: {python} has another environment than this process: {'; '.join(unlike)}; install the same "
+            "versions there, flexmarl with `pip install --no-deps`"
         )
     if missing := [package for package in packages if not has[package]]:
         raise ConfigError(f"{key}: {python} does not have {', '.join(missing)}; install it there")
@@ -54,7 +54,7 @@ def _facts(python: Path, key: str, packages: tuple[str, ...]) -> Any:
         return json.loads(asked.stdout)
     except FileNotFoundError:
         raise ConfigError(
-            f"{key}: there is no {python}; give the python of an environment, e.g. .venv-vllm/bin/python"
+            f"{key}: there is no {python}; give that of an environment, e.g. .venv-vllm/bin/python"
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(f"{key}: {python} is no Python that answers: {error}") from error

@@ -357,13 +357,13 @@ class RunSettings(Settings):
             engine, at = policy.engine, f"policies.{name}.engine"
             if self.deterministic and not getattr(engine, "can_repeat", True):
                 yield (
-                    f"deterministic is true, but {at}.type is '{engine.type}', in which the last bits of a token depend "
-                    f"on the requests of its batch; use engine.type=embedded, or deterministic=false"
+                    f"deterministic is true, but {at}.type is '{engine.type}', in which the last bits of a token "
+                    f"depend on the requests of its batch; use engine.type=embedded, or deterministic=false"
                 )
             if own_python(engine) is not None and self.cluster.backend != "ray":
                 yield (
-                    f"{at}.python is set, but with cluster.backend={self.cluster.backend} engines live in this process; "
-                    f"use cluster.backend=ray, or {at}.python=null"
+                    f"{at}.python is set, but with cluster.backend={self.cluster.backend} engines live in this "
+                    f"process; use cluster.backend=ray, or {at}.python=null"
                 )
             if (wanted := getattr(engine, "tensor_parallel", 1)) > 1 and self.cluster.device != "cuda":
                 yield (

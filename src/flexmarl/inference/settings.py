@@ -206,6 +206,10 @@ class VllmSettings(Settings):
         return options
 
 
+VLLM_CPU_KV_GIB = 1.0
+"""GiB of keys and values of a vLLM engine on a CPU by default. vLLM's own default is most of the machine's memory."""
+VLLM_CPU_HEAD = 32
+"""vLLM's attention on a CPU takes heads whose size is a multiple of this."""
 VLLM_ARGUMENTS = {
     "model": "use policies.NAME.model",
     "dtype": "use engine.dtype",

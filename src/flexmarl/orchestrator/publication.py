@@ -25,7 +25,9 @@ class PublicationRuling:
     because: str
 
 
-def publication(settings: PublicationSettings, *, unpublished: int, waiting: float, rests: bool) -> PublicationRuling:
+def publication(
+    settings: PublicationSettings, *, unpublished: int, waiting: float, rests: bool
+) -> PublicationRuling:
     """Decides whether a policy's newest weights are published now.
 
     `unpublished`: updates since the last publication, at least 1. `waiting`: calls that no slot serves, per instance of

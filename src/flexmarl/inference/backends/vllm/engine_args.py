@@ -9,11 +9,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissi
 
 from flexmarl.errors import ConfigError, described
 from flexmarl.inference.interface import EngineParts
-from flexmarl.inference.settings import VllmSettings
+from flexmarl.inference.settings import VLLM_CPU_KV_GIB, VllmSettings
 
 GIB = 2**30
-CPU_KV_GIB = 1.0
-"""GiB of keys and values on a CPU by default. vLLM's own default is most of the machine's memory."""
 _WORKER = "flexmarl.inference.backends.vllm.vllm_worker.FlexmarlWorker"
 
 
@@ -29,8 +27,8 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
     on_cpu = parts.device == "cpu"
     if on_cpu and settings.tensor_parallel > 1:
         raise ConfigError(
-            f"{at}.tensor_parallel is {settings.tensor_parallel}, but the engine is on a CPU; use tensor_parallel=1, or "
-            "cluster.device=cuda"
+            f"{at}.tensor_parallel is {settings.tensor_parallel}, but the engine is on a CPU; use tensor_parallel=1, "
+            "or cluster.device=cuda"
         )
     try:
         return AsyncEngineArgs(**_arguments(settings, parts, on_cpu=on_cpu)).create_engine_config()
@@ -44,7 +42,7 @@ def _options_of(settings: VllmSettings) -> str:
 
 def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> dict[str, Any]:
     """Ours after those that `options` may change."""
-    kv_gib = settings.kv_gib or (CPU_KV_GIB if on_cpu else None)
+    kv_gib = settings.kv_gib or (VLLM_CPU_KV_GIB if on_cpu else None)
     free = {
         # Compiling the model takes longer than a small run on a CPU.
         "enforce_eager": on_cpu,

@@ -334,7 +334,7 @@ class VllmEngine:
         return self._lost
 
     async def _look(self) -> None:
-        while not self._llm.errored:
+        while not self._llm.errored:  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(WATCH_S)
         self._lose("vLLM's engine core ended, or failed")
 

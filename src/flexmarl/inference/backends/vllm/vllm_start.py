@@ -1,4 +1,4 @@
-"""Factory of vLLM engines: sets what vLLM reads from the environment, then imports it, and refuses to go on without it."""
+"""Factory of vLLM engines: sets what vLLM reads from the environment, then imports it."""
 
 import os
 from importlib import import_module
