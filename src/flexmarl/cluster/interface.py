@@ -178,13 +178,16 @@ class Cluster(Protocol):
         ...
 
 
-def require_one_process(spec: ResidentSpec[Any], *, nodes: Sequence[str]) -> None:
-    """Raises ConfigError unless a spec asks for one rank, no node outside `nodes`, and the controller's interpreter."""
+def require_one_process(spec: ResidentSpec[Any], *, nodes: Sequence[str], own_python: bool = False) -> None:
+    """Raises ConfigError unless a spec asks for one rank, no node outside `nodes`, and the controller's interpreter.
+
+    With `own_python`, any interpreter is right.
+    """
     if spec.ranks != 1:
         raise ConfigError(f"{spec.name}: ranks is {spec.ranks}; residents of this cluster have one rank, use ranks=1")
     if spec.node is not None and spec.node not in nodes:
         raise ConfigError(f"{spec.name}: node is '{spec.node}', this cluster has {', '.join(nodes)}; use one of these")
-    if spec.python is not None:
+    if spec.python is not None and not own_python:
         raise ConfigError(
             f"{spec.name}: python is {spec.python}; residents of this cluster run on the controller's interpreter"
         )

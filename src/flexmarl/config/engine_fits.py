@@ -44,6 +44,14 @@ def _misfits(settings: RunSettings, policy: PolicyName, can: EngineCapabilities)
             f"deterministic is true, but {engine} does not compute a request with the same bits in any company; use "
             f"an engine that does (type: embedded), or deterministic=false"
         )
+    if trained and not can.drawn_logprobs and settings.policies[policy].training.correction.weighs:
+        for agent, seat in settings.team.agents.items():
+            if seat.policy == policy and not seat.sampling.plain:
+                yield (
+                    f"team.agents.{agent}.sampling changes the model's distribution, and policies.{policy}.training."
+                    f"correction weighs tokens by the changed one, but {engine} reports only the model's own "
+                    f"log-probabilities; use temperature: 1 without filters there, or correction: {{type: none}}"
+                )
     if trained and not can.raw_logprobs:
         for agent, seat in settings.team.agents.items():
             sampling = seat.sampling

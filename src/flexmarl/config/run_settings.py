@@ -14,7 +14,15 @@ from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
 from flexmarl.experience.settings import StoreSettings
 from flexmarl.gateway.settings import GatewaySettings
-from flexmarl.inference.settings import AnyEngine, BalanceSettings, EmbeddedSettings, PoolSettings, computes, is_timed
+from flexmarl.inference.settings import (
+    AnyEngine,
+    BalanceSettings,
+    EmbeddedSettings,
+    PoolSettings,
+    computes,
+    is_timed,
+    own_python,
+)
 from flexmarl.objects.settings import ObjectSettings
 from flexmarl.orchestrator.settings import (
     AlarmSettings,
@@ -220,6 +228,7 @@ class RunSettings(Settings):
                 training,
                 deterministic=self.deterministic,
             ),
+            *self._engines_can_run_here(),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
             *self._instances_can_grow(),
@@ -377,6 +386,27 @@ class RunSettings(Settings):
                 "balance.grow is true, but balance.rule is 'none', so that nothing looks at the queues; use "
                 "balance.rule=drain_time, or balance.grow=false"
             )
+
+    def _engines_can_run_here(self) -> Iterator[str]:
+        if self.cluster.backend == "simulated":
+            return
+        for name, policy in self.policies.items():
+            engine, at = policy.engine, f"policies.{name}.engine"
+            if self.deterministic and not getattr(engine, "can_repeat", True):
+                yield (
+                    f"deterministic is true, but {at}.type is '{engine.type}', in which the last bits of a token "
+                    f"depend on the requests of its batch; use engine.type=embedded, or deterministic=false"
+                )
+            if own_python(engine) is not None and self.cluster.backend != "ray":
+                yield (
+                    f"{at}.python is set, but with cluster.backend={self.cluster.backend} engines live in this "
+                    f"process; use cluster.backend=ray, or {at}.python=null"
+                )
+            if (wanted := getattr(engine, "tensor_parallel", 1)) > 1 and self.cluster.device != "cuda":
+                yield (
+                    f"{at}.tensor_parallel is {wanted}, but cluster.device is '{self.cluster.device}', which is one "
+                    f"device; use cluster.device=cuda with cluster.backend=ray, or tensor_parallel=1"
+                )
 
     def _processes_can_share(self) -> Iterator[str]:
         if self.cluster.backend != "ray":

@@ -31,6 +31,10 @@ class EngineCapabilities:
     raw_logprobs: bool = False
     """`Generation.raw_logprobs` belong to the model's own distribution, at any temperature and filter. If False, they
     belong to the sampling distribution, and a trained policy must be sampled at temperature 1 without filters."""
+    drawn_logprobs: bool = True
+    """`Generation.logprobs` belong to the distribution that was sampled from, at any temperature and filter. If False,
+    they equal `raw_logprobs`: a policy that is trained with a correction must be sampled at temperature 1 without
+    filters."""
     adapters: bool = False
     """`load_weights` also takes an adapter alone (PublishedAdapter), applied to the model that the engine began with,
     and returns the checksum of both. `training.publish: adapter` needs this."""
@@ -76,7 +80,8 @@ class WeightedEngine(InferenceEngine, Protocol):
 
         Running requests continue with the keys and values that they have, and their version runs record the change. The
         version is stamped only after the engine has computed its own checksum. If names, shapes or dtypes do not fit,
-        it raises EngineError and keeps the old weights. The engine may be asleep.
+        it raises EngineError, and keeps the old weights or is lost: every later call raises EngineError then. The
+        engine may be asleep.
         """
         ...
 
@@ -105,6 +110,8 @@ class EngineParts:
     decode: Callable[[Sequence[int]], str]
     store: ObjectStore
     thread: DeviceThread
+    source: str = ""
+    """Folder of the model, or its name on the hub, for engines that load it themselves."""
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda` or `cuda:1`."""
     deterministic: bool = False

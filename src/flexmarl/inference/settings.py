@@ -1,8 +1,9 @@
 """Settings of the engines, one class per engine `type`, and of the pool in front of them."""
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flexmarl.plugins import SettingsTable
 from flexmarl.settings import Settings
@@ -30,6 +31,7 @@ ENGINES: SettingsTable[EngineSettings] = SettingsTable(
         "embedded": "flexmarl.inference.settings:EmbeddedSettings",
         "openai": "flexmarl.inference.settings:OpenAISettings",
         "timed": "flexmarl.simulator.timed_engine:TimedSettings",
+        "vllm": "flexmarl.inference.settings:VllmSettings",
     },
 )
 """Settings of engines by `type` (docs/howto/engine.md)."""
@@ -59,6 +61,16 @@ def kind_of(engine: EngineSettings, policy: str) -> str:
     The settings class of such a type states `takes_over = True`. Any other engine is of its policy's own kind.
     """
     return engine.type if getattr(engine, "takes_over", False) else f"{engine.type} of {policy}"
+
+
+def own_python(engine: EngineSettings) -> Path | None:
+    """The interpreter that such engines ask for, in its own environment; None for the controller's."""
+    return getattr(engine, "python", None)
+
+
+def wants_canary(engine: EngineSettings) -> bool:
+    """True if trainers publish a canary with each version for such engines: `wants_canary = True` in their class."""
+    return getattr(engine, "wants_canary", False)
 
 
 KV_SHARE = 0.5
@@ -137,6 +149,82 @@ class EmbeddedSettings(Settings):
         """Blocks of all slots and kept conversations with `length` tokens; without it, at `max_len`: the most ever."""
         tokens = self.max_len if length is None else min(length, self.max_len)
         return (self.slots + self.num_kept(deterministic=deterministic)) * -(-tokens // self.kv_block)
+
+
+class VllmSettings(Settings):
+    """vLLM, the engine for GPUs: `AsyncLLM` in the engine's process, its workers in processes of their own."""
+
+    factory: ClassVar[str] = "flexmarl.inference.backends.vllm.vllm_start:make_engine"
+    can_repeat: ClassVar[bool] = False
+    """Its batches decide the last bits of a token, so `deterministic: true` is refused. A class without this attribute
+    leaves that to the capabilities of its engines."""
+    wants_canary: ClassVar[bool] = True
+
+    type: Literal["vllm"] = "vllm"
+    max_len: int = Field(default=2048, ge=2, description="Most tokens of a request, prompt and response.")
+    slots: int = Field(
+        default=256, ge=1, description="Requests that decode together (vLLM's `max_num_seqs`); more wait in vLLM."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Type of weights, keys and values; published weights must have the same."
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Accelerators of an instance, all on one node. More than 1 needs cluster.device=cuda.",
+    )
+    kv_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB of keys and values, for each accelerator. null: 1 on a CPU; else what vLLM finds free within "
+        "its `gpu_memory_utilization` (see `options`).",
+    )
+    prefix_caching: bool = Field(
+        default=True,
+        description="Reuse the keys and values of prompts that begin alike, at one version of the weights.",
+    )
+    python: Path | None = Field(
+        default=None,
+        description="ray: Python interpreter of the environment that has vLLM, with the same Python, Ray and flexmarl "
+        "as the controller's; null: the controller's own.",
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="Further arguments of vLLM's `AsyncEngineArgs`, by vLLM's names."
+    )
+
+    @field_validator("python")
+    @classmethod
+    def _from_home(cls, python: Path | None) -> Path | None:
+        return python.expanduser() if python else None
+
+    @field_validator("options")
+    @classmethod
+    def _are_not_ours(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for key in options:
+            if key in VLLM_ARGUMENTS:
+                raise ValueError(f"options.{key} is set by flexmarl; {VLLM_ARGUMENTS[key]}")
+        return options
+
+
+VLLM_CPU_KV_GIB = 1.0
+"""GiB of keys and values of a vLLM engine on a CPU by default. vLLM's own default is most of the machine's memory."""
+VLLM_CPU_HEAD = 32
+"""vLLM's attention on a CPU takes heads whose size is a multiple of this."""
+VLLM_ARGUMENTS = {
+    "model": "use policies.NAME.model",
+    "dtype": "use engine.dtype",
+    "max_model_len": "use engine.max_len",
+    "max_num_seqs": "use engine.slots",
+    "tensor_parallel_size": "use engine.tensor_parallel",
+    "kv_cache_memory_bytes": "use engine.kv_gib",
+    "enable_prefix_caching": "use engine.prefix_caching",
+    "logprobs_mode": "training compares with the model's own log-probabilities",
+    "skip_tokenizer_init": "the engine gets and returns token ids",
+    "weight_transfer_config": "weights come from the trainer",
+    "worker_extension_cls": "its workers report what they loaded",
+    "disable_log_stats": "the pool asks for the load itself",
+}
+"""Arguments of `AsyncEngineArgs` that are not free, and what to do instead."""
 
 
 class OpenAISettings(Settings):

@@ -38,6 +38,14 @@ def weights_key(policy: PolicyName, version: Version) -> ObjectKey:
     return ObjectKey(f"weights/{policy}/{version}")
 
 
+def canary_key(policy: PolicyName, version: Version) -> ObjectKey:
+    """The key of a version's canary, for engines that cannot show the weights that they serve.
+
+    It has `ids` [N] and their `logprobs` [N - 1] by the trainer: token i + 1 after tokens 0 to i, at temperature 1.
+    """
+    return ObjectKey(f"canary/{policy}/{version}")
+
+
 def checksum(tree: TensorTree) -> Checksum:
     """The whole digest of the tensors, wherever they live. Equal trees have equal digests.
 

@@ -65,6 +65,8 @@ class Weighed:
 class Correction(Settings, ABC):
     """Base of all corrections: what a loss compares with, and its weight. Divisors keep the original counts."""
 
+    weighs: ClassVar[bool] = True
+    """True if it compares with the distribution that was sampled from, whose log-probabilities it needs."""
     measures: ClassVar[tuple[str, ...]] = ()
     """Names of the measures that `measured` gives. Their means over weighted tokens are metrics of each update."""
 
@@ -91,6 +93,8 @@ class NoCorrection(Correction):
 
     The loss compares older tokens with the log-probabilities that their engine recorded.
     """
+
+    weighs: ClassVar[bool] = False
 
     type: Literal["none"] = "none"
 

@@ -199,7 +199,7 @@ class RayCluster:
         if self._failure is not None:
             raise WorkerError(f"no new residents: {self._failure}")
         for spec in specs:
-            require_one_process(spec, nodes=list(self._nodes))
+            require_one_process(spec, nodes=list(self._nodes), own_python=True)
         require_new_names(specs, taken=[resident.name for resident in self._residents])
         placed = self._placed(specs)
         self._placing += placed

@@ -193,9 +193,19 @@ def start_actor(spec: ResidentSpec[Any], slot: ActorSlot, host: type[Host]) -> A
             max_concurrency=CALLS_AT_ONCE,
             enable_task_events=False,
             scheduling_strategy=strategy,
+            runtime_env=None if spec.python is None else {"py_executable": str(spec.python)},
         )
-        .remote(path=[os.path.abspath(folder) for folder in sys.path], threads=spec.threads)
+        .remote(path=_path(spec), threads=spec.threads)
     )
+
+
+def _path(spec: ResidentSpec[Any]) -> list[str]:
+    """Folders of modules for its process: the controller's; for another interpreter only those outside environments."""
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    if spec.python is None:
+        return folders
+    installed = tuple(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix})
+    return [folder for folder in folders if not folder.startswith(installed)]
 
 
 def reason(error: BaseException | None) -> str:

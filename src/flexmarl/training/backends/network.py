@@ -43,6 +43,8 @@ else:  # Only adapters need them, and every other command would wait for them.
 
 ADAPTER = "default"
 """Name of the adapter. peft could hold several per model, and we have one."""
+CANARY_TOKENS = 32
+"""Tokens whose log-probabilities are published with a version: enough that no two versions agree on them."""
 WRAPPED = ".base_layer"
 """Part that peft inserts into the parameter names of a layer that it has wrapped."""
 
@@ -353,6 +355,19 @@ class Network:
         if self._reference is None:
             raise TrainingError("the policy has no reference to reset; set training.kl")
         return self._reference
+
+    @torch.no_grad()
+    def canary(self) -> dict[str, Tensor]:
+        """Fixed ids, spread over the vocabulary, and their log-probabilities under the current weights (`canary_key`).
+
+        One pass over CANARY_TOKENS tokens.
+        """
+        size = self.model.get_input_embeddings().num_embeddings
+        ids = torch.arange(CANARY_TOKENS, device=self.model.device) * 7919 % size
+        with self.computing():
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[:, 0]
+        return {"ids": ids.cpu(), "logprobs": logprobs.cpu()}
 
     def published(self) -> dict[str, Tensor]:
         """The weights that engines serve: those of the model by name, without tied duplicates; or the adapter alone."""

@@ -18,7 +18,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.own_folder import require_space
 from flexmarl.cluster.torch_device import returning_heap
 from flexmarl.errors import CheckpointError, TrainingError, boundary
-from flexmarl.objects.interface import Checksum, ObjectStore, weights_key
+from flexmarl.objects.interface import Checksum, ObjectStore, canary_key, weights_key
 from flexmarl.records import (
     CreditLine,
     Divisors,
@@ -88,8 +88,11 @@ class SingleProcessTrainer:
         seed: int = 0,
         deterministic: bool = False,
         rows: RowReader | None = None,
+        canary: bool = False,
     ) -> None:
-        """`accumulate` and `appraise` read from `rows`; without it, only `accumulate_batch` and `appraise_turns` work.
+        """`canary`: each version is published with one, for engines that want it (`canary_key`).
+
+        `accumulate` and `appraise` read from `rows`; without it, only `accumulate_batch` and `appraise_turns` work.
 
         A new adapter begins from `seed`. With `deterministic`, equal rows give equal bits, on CUDA too.
         """
@@ -105,6 +108,8 @@ class SingleProcessTrainer:
         self._cache = GradientCache()
         self._reports: dict[str, LossReport] = {}
         self._rows = rows
+        self._canaries: list[Version] | None = [] if canary else None
+        """The versions whose canaries are in the object store; None if none are published."""
         self._turn = asyncio.Lock()
         """Held by the call that is being executed; waiting calls get it in their order."""
         self._failure = ""
@@ -189,6 +194,8 @@ class SingleProcessTrainer:
             if self._published_as is not None and self._published_as[0] == version:
                 return self._published_as[1]
             tensors = await self._run(self._published)
+            if self._canaries is not None:
+                await self._publish_canary(self._canaries, version)
         checksum = (await self._objects.set(weights_key(self._policy, version), tensors)).checksum
         self._published_as = (version, checksum)
         return checksum
@@ -197,7 +204,7 @@ class SingleProcessTrainer:
         """The whole state. Its tensors are the trainer's own: copy them before it works on."""
         async with self._turn:
             state = await self._run(lambda: state_of(self._network, self._updater, self._cache))
-        state.facts |= {"reports": dict(self._reports)}
+        state.facts |= {"reports": dict(self._reports), "canaries": self._canaries}
         return state
 
     def take_state(self, state: TrainerState, version: Version, published: Checksum | None) -> None:
@@ -207,8 +214,16 @@ class SingleProcessTrainer:
         """
         take_state(state, self._network, self._updater, self._cache)
         self._version, self._reports = version, dict(state.facts["reports"])
+        self._canaries = state.facts["canaries"]
         self._published_as = None if published is None else (version, published)
         self.reference_was_reset = False
+
+    async def _publish_canary(self, held: list[Version], version: Version) -> None:
+        """Sets the canary, and releases those before the last one: an instance may still load the last version."""
+        await self._objects.set(canary_key(self._policy, version), await self._run(self._network.canary))
+        held.append(version)
+        while len(held) > 2:
+            await self._objects.release(canary_key(self._policy, held.pop(0)))
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Raw log-probabilities of the sampled tokens."""

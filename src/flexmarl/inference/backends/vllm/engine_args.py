@@ -1,0 +1,68 @@
+"""vLLM's arguments from an engine's settings, and what vLLM refuses, as errors that name the key."""
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+from vllm.config import VllmConfig, WeightTransferConfig  # pyright: ignore[reportMissingImports] - the extra
+from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+
+from flexmarl.errors import ConfigError, described
+from flexmarl.inference.interface import EngineParts
+from flexmarl.inference.settings import VLLM_CPU_KV_GIB, VllmSettings
+
+GIB = 2**30
+_WORKER = "flexmarl.inference.backends.vllm.vllm_worker.FlexmarlWorker"
+
+
+def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
+    """The config of one engine. Raises ConfigError that names the key which vLLM refuses."""
+    at = f"policies.{parts.policy}.engine"
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for key in settings.options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{near[0]}'? It takes" if near else "it takes"
+            raise ConfigError(f"{at}.options.{key}: vLLM has no such argument; {hint} those of its AsyncEngineArgs")
+    on_cpu = parts.device == "cpu"
+    if on_cpu and settings.tensor_parallel > 1:
+        raise ConfigError(
+            f"{at}.tensor_parallel is {settings.tensor_parallel}, but the engine is on a CPU; use tensor_parallel=1, "
+            "or cluster.device=cuda"
+        )
+    try:
+        return AsyncEngineArgs(**_arguments(settings, parts, on_cpu=on_cpu)).create_engine_config()
+    except Exception as error:  # pydantic's, or a ValueError of any of vLLM's own checks.
+        raise ConfigError(f"{at}: vLLM refuses it{_options_of(settings)}: {described(error)}") from error
+
+
+def _options_of(settings: VllmSettings) -> str:
+    return f", with options {settings.options}" if settings.options else ""
+
+
+def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> dict[str, Any]:
+    """Ours after those that `options` may change."""
+    kv_gib = settings.kv_gib or (VLLM_CPU_KV_GIB if on_cpu else None)
+    free = {
+        # Compiling the model takes longer than a small run on a CPU.
+        "enforce_eager": on_cpu,
+        # A model's own generation config must not change how its tokens are drawn.
+        "generation_config": "vllm",
+        "seed": 0,
+    }
+    return {
+        **free,
+        **settings.options,
+        "model": parts.source,
+        "skip_tokenizer_init": True,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_len,
+        "max_num_seqs": settings.slots,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enable_prefix_caching": settings.prefix_caching,
+        "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * GIB),
+        "logprobs_mode": "raw_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend="flexmarl"),
+        "worker_extension_cls": _WORKER,
+        "disable_log_stats": True,
+    }

@@ -1,0 +1,104 @@
+"""What of the vLLM engine runs without vLLM: memory that is handed over, settings, the trainer's canary."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import flexmarl
+from flexmarl.cluster.interpreters import require_interpreter
+from flexmarl.config.engine_fits import check_engines
+from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.inference.backends.vllm.handed_weights import HandedTree, handed_tree
+from flexmarl.inference.interface import EngineCapabilities
+from flexmarl.inference.settings import VllmSettings
+from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.objects.interface import canary_key, checksum
+from flexmarl.records import PolicyName, Version
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.settings import TrainingSettings
+
+POLICY = PolicyName("one")
+READ = """
+import json, sys
+from flexmarl.inference.backends.vllm.handed_weights import handed_tree
+from flexmarl.objects.interface import checksum
+print(checksum(handed_tree(json.load(sys.stdin))))
+"""
+
+
+def test_another_process_reads_the_tree_that_is_handed_over() -> None:
+    tree = {"a": torch.randn(3, 5), "b": torch.arange(7), "c": torch.randn(4).bfloat16(), "none": torch.zeros(0)}
+    with HandedTree(tree) as handed:
+        read = subprocess.run(
+            [sys.executable, "-c", READ], input=json.dumps(handed.address), capture_output=True, text=True, check=True
+        )
+    assert read.stdout.strip() == checksum(tree)
+
+
+def test_a_reader_keeps_what_was_handed_over_and_its_changes_are_its_own() -> None:
+    with HandedTree({"a": torch.zeros(3)}) as handed:
+        first, second = handed_tree(handed.address), handed_tree(handed.address)
+        first["a"] += 1
+    assert (first["a"].tolist(), second["a"].tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+def test_options_that_flexmarl_sets_are_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match=r"options.dtype is set by flexmarl; use engine\.dtype"):
+        VllmSettings(options={"dtype": "bfloat16"})
+
+
+def test_an_interpreter_without_the_package_or_that_is_none_is_named(tmp_path: Path) -> None:
+    require_interpreter(Path(sys.executable), "key", packages=("torch",))
+    with pytest.raises(ConfigError, match=r"^key: .* does not have no_such_package"):
+        require_interpreter(Path(sys.executable), "key", packages=("no_such_package",))
+    with pytest.raises(ConfigError, match=r"^key: there is no /nowhere/python"):
+        require_interpreter(Path("/nowhere/python"), "key")
+    bare = tmp_path / "bare" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare.parents[1]], check=True)
+    with pytest.raises(ConfigError, match=r"ray missing there, .* here; flexmarl missing there"):
+        require_interpreter(bare, "key")
+
+
+def test_vllm_that_is_not_installed_is_named_before_anything_starts(small_run: Path) -> None:
+    settings = flexmarl.load(small_run, {"policies.one.engine": {"type": "vllm"}})
+    with pytest.raises(MissingExtra, match=r"policies\.one\.engine\.type vllm .*needs the extra 'vllm'"):
+        flexmarl.train(settings, show=False)
+
+
+def test_a_changed_distribution_is_refused_with_a_correction_that_needs_its_log_probabilities(small_run: Path) -> None:
+    can = EngineCapabilities(loads_weights=True, raw_logprobs=True, drawn_logprobs=False)
+    settings = {"mode": "async", "policies.one.training.correction": {"type": "tis"}}
+    sharp = {"team.agents.solver.sampling.temperature": 0.5}
+    check_engines(flexmarl.load(small_run, settings), {POLICY: [can]})
+    check_engines(flexmarl.load(small_run, sharp), {POLICY: [can]})
+    with pytest.raises(ConfigError, match=r"team\.agents\.solver\.sampling changes .* reports only the model's own"):
+        check_engines(flexmarl.load(small_run, settings | sharp), {POLICY: [can]})
+
+
+def test_each_version_is_published_with_its_canary_and_the_last_two_are_kept() -> None:
+    async def check() -> None:
+        torch.manual_seed(0)
+        shape = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, num_key_value_heads=1, intermediate_size=16))
+        store = InlineObjectStore()
+        trainer = SingleProcessTrainer(POLICY, model, TrainingSettings(), store, canary=True)
+        for version in range(3):
+            await trainer.publish(Version(version))
+            canary = await store.get(canary_key(POLICY, Version(version)))
+            ids = canary["ids"]
+            with torch.no_grad():
+                expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            assert torch.allclose(canary["logprobs"], expected, atol=1e-5)
+            trainer._version = Version(version + 1)
+        with pytest.raises(KeyError):
+            await store.get(canary_key(POLICY, Version(0)))
+        await store.get(canary_key(POLICY, Version(1)))
+
+    asyncio.run(check())

@@ -1,0 +1,149 @@
+"""The vLLM engine: the contract, log-probabilities against transformers, and weights that change under requests."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexmarl.errors import ConfigError, EngineError
+from flexmarl.inference.backends.vllm.engine_args import vllm_config
+from flexmarl.inference.interface import EngineParts
+from flexmarl.inference.settings import VllmSettings
+from flexmarl.records import FinishReason, Generation, Version
+from flexmarl.testing.inference import check_inference_engine
+from tests.vllm.conftest import POLICY, SIZE, OneOfMany, Served, ask, letters, logprobs_of
+
+
+def gap(served: Served, prompt: list[int], generation: Generation) -> float:
+    """Largest difference of the log-probabilities to transformers', each token at the version of its run."""
+    ids, found = [*prompt, *generation.response_ids.tolist()], generation.raw_logprobs
+    theirs = {run.version: logprobs_of(served.models[run.version], ids) for run in generation.versions}
+    ends = [run.start for run in generation.versions[1:]] + [len(found)]
+    expected = np.concatenate(
+        [
+            theirs[run.version][len(prompt) - 1 + run.start : len(prompt) - 1 + end]
+            for run, end in zip(generation.versions, ends, strict=True)
+        ]
+    )
+    return float(np.abs(expected - found).max())
+
+
+def test_it_keeps_the_contract(served: Served) -> None:
+    """One engine serves all clauses but the end of the engine itself, as a start takes a minute."""
+
+    async def make() -> OneOfMany:
+        return OneOfMany(served.engine)
+
+    async def check() -> None:
+        await check_inference_engine(make, policy=POLICY, stop_text=letters, publish=served.publish)
+
+    served.runner.run(check())
+
+
+def test_log_probabilities_are_those_of_the_model_before_and_after_an_update(served: Served) -> None:
+    async def check() -> None:
+        prompt = list(range(1, 40))
+        for update in (False, True):
+            if update:
+                await served.load_next()
+            for generation in await served.all(
+                [ask(f"r{seed}", prompt=prompt, seed=seed, max_tokens=48) for seed in range(4)]
+            ):
+                assert len(generation.response_ids) == 48
+                assert gap(served, prompt, generation) < 1e-4
+
+    served.runner.run(check())
+
+
+def test_an_update_of_tied_weights_changes_greedy_output_and_is_proved_by_the_digest(served: Served) -> None:
+    async def check() -> None:
+        (before,) = await served.all([ask("before", max_tokens=24, temperature=0.0)])
+        await served.load_next()  # compares the digest of the workers with that of the object store
+        (after,) = await served.all([ask("after", max_tokens=24, temperature=0.0)])
+        assert before.response_ids.tolist() != after.response_ids.tolist()
+        assert gap(served, [1, 2, 3], after) < 1e-4
+
+    served.runner.run(check())
+
+
+def test_a_prefix_is_reused_at_its_own_version_only(served: Served) -> None:
+    async def check() -> None:
+        prompt = [n % SIZE for n in range(100)]
+        first, second = [(await served.all([ask(name, prompt=prompt, max_tokens=2)]))[0] for name in ("one", "two")]
+        await served.load_next()
+        (third,) = await served.all([ask("three", prompt=prompt, max_tokens=2)])
+        assert (first.reused_tokens, second.reused_tokens, third.reused_tokens) == (0, 96, 0)
+        assert gap(served, prompt, third) < 1e-4
+
+    served.runner.run(check())
+
+
+def test_version_runs_are_exact_under_fifty_updates_at_random_moments(served: Served) -> None:
+    async def check() -> None:
+        dice, answers, updates = random.Random(7), list[Generation](), 0
+        asked = 0
+
+        async def keep_asking() -> None:
+            nonlocal asked
+            while updates < 50:
+                asked += 1
+                answers.extend(await served.all([ask(f"q{asked}-{n}", seed=n, max_tokens=200) for n in range(2)]))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(keep_asking())
+            while updates < 50:
+                await asyncio.sleep(dice.uniform(0, 0.2))
+                await served.load_next()
+                updates += 1
+        crossed = [answer for answer in answers if len(answer.versions) > 1]
+        assert sum(len(answer.versions) for answer in crossed) > 25, "updates must have come while requests ran"
+        assert all(len(answer.response_ids) == 200 and answer.finish is FinishReason.LENGTH for answer in answers)
+        assert max(gap(served, [1, 2, 3], answer) for answer in crossed) < 1e-3
+
+    served.runner.run(check())
+
+
+def test_a_stop_string_is_found_across_an_update(served: Served) -> None:
+    async def check() -> None:
+        (free,) = await served.all([ask("free", max_tokens=5, seed=3)])
+        begun = [1, 2, 3, *free.response_ids.tolist()]
+        (next_token,) = await served.all([ask("next", prompt=begun, max_tokens=1, temperature=0.0)])
+        stop = letters([begun[-1], *next_token.response_ids.tolist()])
+        assert stop not in letters(begun)
+        rest = replace(ask("rest", prompt=begun, max_tokens=9, temperature=0.0, stop=(stop,)), offset=5)
+        (rest,) = await served.all([rest])
+        assert rest.response_ids.tolist() == next_token.response_ids.tolist()
+        assert rest.finish is FinishReason.STOP
+
+    served.runner.run(check())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"options": {"blok_size": 32}}, "options.blok_size: vLLM has no such argument; did you mean 'block_size'"),
+        ({"options": {"block_size": "many"}}, "vLLM refuses it, with options {'block_size': 'many'}"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2, but the engine is on a CPU"),
+    ],
+)
+def test_what_vllm_refuses_is_named(served: Served, settings: dict[str, object], named: str) -> None:
+    parts: EngineParts = served.engine._parts
+    with pytest.raises(ConfigError) as refused:
+        vllm_config(VllmSettings.model_validate(settings), parts)
+    assert named in str(refused.value)
+    assert f"policies.{POLICY}.engine" in str(refused.value)
+
+
+def test_weights_whose_canary_differs_cost_the_engine(doomed: Served) -> None:
+    async def check() -> None:
+        running = asyncio.ensure_future(doomed.all([ask("long", max_tokens=250)]))
+        await doomed.publish(1, canary_of=2)
+        with pytest.raises(EngineError, match=r"the canary's log-probabilities differ by \d"):
+            await doomed.engine.load_weights(POLICY, Version(1))
+        for use in (running, doomed.all([ask("later", max_tokens=1)]), doomed.engine.load_weights(POLICY, Version(1))):
+            with pytest.raises(EngineError, match="is lost: loading 'weights/solver/1' failed half-way"):
+                await use
+
+    doomed.runner.run(check())
