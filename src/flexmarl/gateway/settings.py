@@ -11,7 +11,7 @@ from flexmarl.settings import Settings
 class GatewaySettings(Settings):
     """The server at which programs play seats of the team; it needs the extra `gateway`."""
 
-    host: str = Field(default="127.0.0.1", description="DoorAddress that it listens on.")
+    host: str = Field(default="127.0.0.1", description="Address that it listens on.")
     port: int = Field(default=0, ge=0, le=65535, description="0: a free one.")
     hosts: tuple[str, ...] = Field(default=(), description="Further host names by which programs reach it.")
     models: Mapping[str, str] = Field(
