@@ -189,8 +189,8 @@ def test_a_tool_with_a_state_is_refused_in_a_tree_of_turns():
 
 
 def test_a_run_with_boxed_tools_trains_and_check_shows_what_was_tried(small_run, tmp_path):
-    tool = "team.agents.solver.tools=[{type: python}]"
-    commands = (("check", small_run, tool), ("train", small_run, tool, "steps=1", f"out={tmp_path}/out"))
+    with_tool = ("team.agents.solver.tools=[{type: python}]", "policies.one.engine.max_len=512")
+    commands = (("check", small_run, *with_tool), ("train", small_run, *with_tool, "steps=1", f"out={tmp_path}/out"))
     checked, trained = run_commands(*commands, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert b"sandbox, filesystem" in checked.stdout
