@@ -60,6 +60,7 @@ def write_vllm_team(folder: Path, *, python: str = sys.executable) -> Path:
         "options": {"block_size": 32},
     }
     config |= {"steps": STEPS, "cluster": {"backend": "ray"}, "evaluate": {"tasks": 0}}
+    config["checkpoint"] = {"every": 1, "keep": STEPS}
     config["out"] = str(folder / "runs")
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -116,7 +117,7 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
             killed.append(core.pid)
             os.kill(core.pid, signal.SIGKILL)
 
-    run = flexmarl.train(flexmarl.load(config, {"steps": 3}), on=kill_the_core, show=False)
+    run = flexmarl.train(flexmarl.load(config, {"steps": 3}), on={Event: kill_the_core}, show=False)
     events = list(run.events())
     assert killed, "a core must have been killed"
     assert [one.because for one in events if isinstance(one, InstanceLost)], "its end must have been noticed"

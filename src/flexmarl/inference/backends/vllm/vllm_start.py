@@ -18,7 +18,7 @@ DEFAULTS = {
     # A worker of vLLM must be a new process: a fork of this one would have Ray's threads without the threads.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""What vLLM reads when it is imported, where the user has set nothing else."""
+"""Environment variables that vLLM reads when it is imported, where the user has set nothing else."""
 
 
 def has_vllm() -> bool:
