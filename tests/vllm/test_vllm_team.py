@@ -80,6 +80,11 @@ def turns(run: Run) -> list[tuple[str, str, int, list[int], list[int], list[floa
     return [(name, state, version, *map(json.loads, payloads)) for name, state, version, *payloads in rows]
 
 
+def shared_memory() -> set[str]:
+    """What vLLM's message queues have under a name in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
 def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(config: Path) -> None:
     settings = flexmarl.load(config)
     run = flexmarl.train(settings, show=False)
@@ -104,6 +109,7 @@ def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(
 
 
 def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(config: Path) -> None:
+    before = shared_memory()
     calls, of_vllm, killed = itertools.count(), list[psutil.Process](), list[int]()
     engine_pid = 0
 
@@ -126,6 +132,7 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
     assert Counter(state for _, state, *_ in found) == {"trained": 3 * 16}
     assert len({name for name, *_ in found}) == 3 * 16
     psutil.wait_procs(of_vllm)  # A process that stays makes the test hang, and fail.
+    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize(
