@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import flexmarl
 from flexmarl.api import Run
-from flexmarl.cluster.interface import ResidentKind
 from flexmarl.errors import ConfigError
 from flexmarl.events.event import Event
 from flexmarl.events.run_events import ProcessStarted
@@ -89,7 +88,7 @@ def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(
     settings = flexmarl.load(config)
     run = flexmarl.train(settings, show=False)
     model = AutoModelForCausalLM.from_pretrained(config.parent / "model").eval()
-    weights = {0: model.state_dict()}
+    weights = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     for step in range(1, STEPS + 1):
         weights[step] = load_file(run.folder / "checkpoints" / f"step-{step:05}" / "one" / "weights.safetensors")
     gaps: dict[int, list[float]] = {version: [] for version in range(STEPS)}
@@ -115,7 +114,7 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
 
     def kill_the_core(event: Event) -> None:
         nonlocal engine_pid
-        if isinstance(event, ProcessStarted) and event.process.kind is ResidentKind.ENGINE and not killed:
+        if isinstance(event, ProcessStarted) and event.process.startswith("engine/") and not killed:
             engine_pid = event.pid
         if isinstance(event, Called) and next(calls) == 20:
             of_vllm.extend(psutil.Process(engine_pid).children(recursive=True))
