@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import flexmarl
 from flexmarl.api import Run
-from flexmarl.cluster.interface import ResidentKind
 from flexmarl.errors import ConfigError
 from flexmarl.events.event import Event
 from flexmarl.events.run_events import ProcessStarted
@@ -60,6 +59,7 @@ def write_vllm_team(folder: Path, *, python: str = sys.executable) -> Path:
         "options": {"block_size": 32},
     }
     config |= {"steps": STEPS, "cluster": {"backend": "ray"}, "evaluate": {"tasks": 0}}
+    config["checkpoint"] = {"every": 1, "keep": STEPS}
     config["out"] = str(folder / "runs")
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -79,11 +79,16 @@ def turns(run: Run) -> list[tuple[str, str, int, list[int], list[int], list[floa
     return [(name, state, version, *map(json.loads, payloads)) for name, state, version, *payloads in rows]
 
 
+def shared_memory() -> set[str]:
+    """What vLLM's message queues have under a name in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
 def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(config: Path) -> None:
     settings = flexmarl.load(config)
     run = flexmarl.train(settings, show=False)
     model = AutoModelForCausalLM.from_pretrained(config.parent / "model").eval()
-    weights = {0: model.state_dict()}
+    weights = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     for step in range(1, STEPS + 1):
         weights[step] = load_file(run.folder / "checkpoints" / f"step-{step:05}" / "one" / "weights.safetensors")
     gaps: dict[int, list[float]] = {version: [] for version in range(STEPS)}
@@ -103,12 +108,13 @@ def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(
 
 
 def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(config: Path) -> None:
+    before = shared_memory()
     calls, of_vllm, killed = itertools.count(), list[psutil.Process](), list[int]()
     engine_pid = 0
 
     def kill_the_core(event: Event) -> None:
         nonlocal engine_pid
-        if isinstance(event, ProcessStarted) and event.process.kind is ResidentKind.ENGINE and not killed:
+        if isinstance(event, ProcessStarted) and event.process.startswith("engine/") and not killed:
             engine_pid = event.pid
         if isinstance(event, Called) and next(calls) == 20:
             of_vllm.extend(psutil.Process(engine_pid).children(recursive=True))
@@ -116,7 +122,7 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
             killed.append(core.pid)
             os.kill(core.pid, signal.SIGKILL)
 
-    run = flexmarl.train(flexmarl.load(config, {"steps": 3}), on=kill_the_core, show=False)
+    run = flexmarl.train(flexmarl.load(config, {"steps": 3}), on={Event: kill_the_core}, show=False)
     events = list(run.events())
     assert killed, "a core must have been killed"
     assert [one.because for one in events if isinstance(one, InstanceLost)], "its end must have been noticed"
@@ -125,6 +131,7 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
     assert Counter(state for _, state, *_ in found) == {"trained": 3 * 16}
     assert len({name for name, *_ in found}) == 3 * 16
     psutil.wait_procs(of_vllm)  # A process that stays makes the test hang, and fail.
+    assert shared_memory() <= before
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def _local(settings: RunSettings, policy: str, source: str, config: PretrainedCo
 
 
 def _vllm_todo(settings: RunSettings, policy: str, engine: VllmSettings, config: PretrainedConfig) -> str:
-    """What is wrong with a model for vLLM; empty if nothing is known to be."""
+    """The reason why vLLM cannot serve the model; empty if none is known."""
     text, at = config.get_text_config(), f"policies.{policy}"
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if settings.cluster.device == "cpu" and head % VLLM_CPU_HEAD:

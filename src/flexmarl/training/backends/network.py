@@ -362,8 +362,8 @@ class Network:
 
         One pass over CANARY_TOKENS tokens.
         """
-        size = self.model.get_input_embeddings().num_embeddings
-        ids = torch.arange(CANARY_TOKENS, device=self.model.device) * 7919 % size
+        embeddings: Any = self.model.get_input_embeddings()
+        ids = torch.arange(CANARY_TOKENS, device=self.model.device) * 7919 % embeddings.num_embeddings
         with self.computing():
             logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[:, 0]

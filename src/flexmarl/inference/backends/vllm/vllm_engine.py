@@ -30,6 +30,7 @@ from flexmarl.errors import EngineError, boundary, described
 from flexmarl.inference.backends.embedded.sampler import StopWatch
 from flexmarl.inference.backends.vllm.engine_args import vllm_config
 from flexmarl.inference.backends.vllm.handed_weights import HandedTree
+from flexmarl.inference.backends.vllm.vllm_start import unlink_shared_memory
 from flexmarl.inference.calls import joined, rest_of
 from flexmarl.inference.interface import EngineCapabilities, EngineParts
 from flexmarl.inference.settings import VllmSettings
@@ -106,6 +107,7 @@ class VllmEngine:
         self._gauge = LoadGauge()
         with boundary(EngineError, f"policies.{parts.policy}.engine: starting vLLM"):
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: self._gauge], disable_log_stats=True)
+            unlink_shared_memory()
         self._stops = StopWatch(config.model_config.get_vocab_size(), parts.decode)
         self._version, self._generated = parts.version, 0
         self._open: dict[str, _Open] = {}

@@ -1,8 +1,12 @@
 """Factory of vLLM engines: sets what vLLM reads from the environment, then imports it."""
 
 import os
+import re
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+
+import psutil
 
 from flexmarl.errors import MissingExtra
 from flexmarl.inference.interface import EngineParts, InferenceEngine
@@ -18,12 +22,30 @@ DEFAULTS = {
     # A worker of vLLM must be a new process: a fork of this one would have Ray's threads without the threads.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-"""What vLLM reads when it is imported, where the user has set nothing else."""
+"""Environment variables that vLLM reads when it is imported, where the user has set nothing else."""
 
 
 def has_vllm() -> bool:
     """True if this environment has vLLM; imports nothing."""
     return find_spec("vllm") is not None
+
+
+def unlink_shared_memory() -> None:
+    """Removes the names of the shared memory that the children of this process map, hundreds of MiB with vLLM.
+
+    Once vLLM has started, all have opened it, and keep it. With its name, it would outlive children that are killed.
+    """
+    for child in psutil.Process().children(recursive=True):
+        with suppress(OSError):  # A helper that has ended.
+            with open(f"/proc/{child.pid}/maps") as maps:
+                names = set(_SHARED.findall(maps.read()))
+            for name in names:
+                with suppress(FileNotFoundError):
+                    os.unlink(name)
+
+
+_SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\S+$", re.MULTILINE)
+"""Files of Python's multiprocessing, as /proc/PID/maps names those that still have a name."""
 
 
 def make_engine(settings: VllmSettings, parts: EngineParts) -> InferenceEngine:

@@ -50,7 +50,7 @@ class HandedUpdate(WeightTransferUpdateInfo):
     """One version of the weights."""
 
     address: dict[str, Any]
-    """Of a tree in memory of this machine (handed_weights.py)."""
+    """Address of a tree in memory of this machine (handed_weights.py)."""
     verify: str
     """The part that the digest covers, `full` or `names`."""
 
@@ -65,7 +65,7 @@ class FlexmarlTransfer(WeightTransferEngine[NoInit, HandedUpdate]):
     init_info_cls: ClassVar[type[NoInit]] = NoInit
     update_info_cls: ClassVar[type[HandedUpdate]] = HandedUpdate
     digest = ""
-    """Of the last version."""
+    """The digest of the last version; empty if its load failed."""
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Does nothing."""
@@ -109,7 +109,7 @@ class FlexmarlTransfer(WeightTransferEngine[NoInit, HandedUpdate]):
 
 
 class FlexmarlWorker:
-    """What vLLM's worker class gets besides its own methods."""
+    """Methods that vLLM's worker class gets besides its own."""
 
     weight_transfer_engine: FlexmarlTransfer
 
