@@ -21,7 +21,7 @@ def missing(name):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        return error.name
+        return error.name.partition(".")[0]
 
 names = [m.name for m in pkgutil.walk_packages(flexmarl.__path__, "flexmarl.") if not m.name.endswith("__main__")]
 print(sorted((name, lacks) for name in names if (lacks := missing(name))))
