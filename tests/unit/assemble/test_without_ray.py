@@ -21,7 +21,7 @@ def missing(name):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        return error.name
+        return error.name.partition(".")[0]
 
 names = [m.name for m in pkgutil.walk_packages(flexmarl.__path__, "flexmarl.") if not m.name.endswith("__main__")]
 print(sorted((name, lacks) for name in names if (lacks := missing(name))))
@@ -50,11 +50,14 @@ def python(code: str, *words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_everything_but_the_ray_backend_and_its_world_is_imported() -> None:
+def test_everything_but_the_backends_on_ray_and_vllm_is_imported() -> None:
     ended = python(IMPORT_ALL)
     assert ended.returncode == 0, ended.stderr
     left_out = ["ray", "ray_nodes", "ray_resident", "ray_session"]
-    assert ended.stdout.strip() == str([(f"flexmarl.cluster.backends.{name}", "ray") for name in left_out])
+    on_ray = [(f"flexmarl.cluster.backends.{name}", "ray") for name in left_out]
+    of_vllm = ["engine_args", "vllm_engine", "vllm_worker"]
+    on_vllm = [(f"flexmarl.inference.backends.vllm.{name}", "vllm") for name in of_vllm]
+    assert ended.stdout.strip() == str(on_ray + on_vllm)
 
 
 def test_a_cluster_config_is_validated() -> None:
