@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports] - not among the locked packages
 
 from flexmarl.agents.black_box import ProgramTask, judge, program
 from flexmarl.agents.doors import DoorCall, SeatAddress

@@ -72,8 +72,6 @@ class Published(Timed):
     """The version."""
     checksum: str
     """Checksum of the weights."""
-    because: str = ""
-    """Why now; empty if each update is published (`pipeline.publish`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +83,6 @@ class PublicationDeferred(Event):
     """The policy."""
     version: Version
     """The version that the update made."""
-    because: str
-    """Why not now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
