@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports] - not among the locked packages
-
 from flexmarl.agents.black_box import ProgramTask, judge, program
 from flexmarl.agents.doors import DoorCall, SeatAddress
 from flexmarl.agents.team import Team
@@ -56,18 +54,20 @@ async def solve_and_verify(task: ProgramTask, seats: Mapping[str, SeatAddress]) 
     return attempts
 
 
-def at(seat: SeatAddress) -> AsyncOpenAI:
+def at(seat: SeatAddress) -> Any:
     """A client at one seat. All of them share their connections: a new client takes 50 ms, which an episode feels."""
     return shared().with_options(base_url=seat.openai_url, api_key=seat.key)
 
 
 @cache
-def shared() -> AsyncOpenAI:
-    """The client whose connections all others use."""
+def shared() -> Any:
+    """The client whose connections all others use; made where the program runs, so that the config loads without it."""
+    from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports] - not among the locked packages
+
     return AsyncOpenAI(api_key="of a seat", base_url="http://127.0.0.1")
 
 
-async def attempt(client: AsyncOpenAI, question: str) -> tuple[str, list[str], int]:
+async def attempt(client: Any, question: str) -> tuple[str, list[str], int]:
     """The solver's answer, what it asked the calculator, and the number of its LLM calls."""
     messages: list[Any] = [{"role": "user", "content": question}]
     used: list[str] = []

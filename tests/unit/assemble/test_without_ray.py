@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MISSING = ("ray", "vllm", "trl", "datasets", "pyarrow")
+MISSING = ("ray", "vllm", "trl", "datasets", "pyarrow", "openai")
 HIDE = f"""
 import sys
 for name in {MISSING!r}:
@@ -16,12 +16,15 @@ for name in {MISSING!r}:
 IMPORT_ALL = """
 import importlib, pkgutil
 import flexmarl
+from flexmarl.errors import MissingExtra
 
 def missing(name):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         return error.name.partition(".")[0]
+    except MissingExtra as error:
+        return error.__cause__.name
 
 names = [m.name for m in pkgutil.walk_packages(flexmarl.__path__, "flexmarl.") if not m.name.endswith("__main__")]
 print(sorted((name, lacks) for name in names if (lacks := missing(name))))
@@ -50,14 +53,15 @@ def python(code: str, *words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_everything_but_the_backends_on_ray_and_vllm_is_imported() -> None:
+def test_everything_but_the_backends_on_missing_packages_is_imported() -> None:
     ended = python(IMPORT_ALL)
     assert ended.returncode == 0, ended.stderr
     left_out = ["ray", "ray_nodes", "ray_resident", "ray_session"]
     on_ray = [(f"flexmarl.cluster.backends.{name}", "ray") for name in left_out]
     of_vllm = ["engine_args", "vllm_engine", "vllm_worker"]
     on_vllm = [(f"flexmarl.inference.backends.vllm.{name}", "vllm") for name in of_vllm]
-    assert ended.stdout.strip() == str(on_ray + on_vllm)
+    on_openai = [("flexmarl.inference.backends.completions_server", "openai")]
+    assert ended.stdout.strip() == str(on_ray + on_openai + on_vllm)
 
 
 def test_a_cluster_config_is_validated() -> None:
