@@ -108,8 +108,9 @@ def test_the_widest_limits_still_print(digits: int) -> None:
 
 
 def test_every_tool_of_the_table_is_chosen_by_its_type() -> None:
+    needed = {"sql": {"script": "CREATE TABLE t (x)"}, "search": {"documents": "documents.jsonl"}}
     for name in TOOLS.built_in:
-        assert isinstance(TypeAdapter(AnyTool).validate_python({"type": name}), TOOLS[name])
+        assert isinstance(TypeAdapter(AnyTool).validate_python({"type": name, **needed.get(name, {})}), TOOLS[name])
 
 
 def test_the_calculator_passes_the_conformance_check() -> None:

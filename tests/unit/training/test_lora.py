@@ -62,7 +62,7 @@ def trained(
 
 def published(trainer: SingleProcessTrainer) -> Tensors:
     objects = InlineObjectStore()
-    trainer._objects = objects
+    trainer._objects, trainer._published_as = objects, None  # A store in which it has set nothing.
 
     async def publish() -> Tensors:
         await trainer.publish(trainer.version)
