@@ -9,7 +9,7 @@ trainer a second. A rule is `pipeline.publish.type` with its other settings at t
     publications_*       a rule's publications by those of eager: the largest of all lags and seeds
     step_time_*          its seconds per step by those of eager: the mean over lags and seeds
     staleness_by_bound   largest staleness of all rules by the bound of its rule and lag: never more than 1
-    staleness_*          its mean staleness by eager's: the price
+    staleness_*          its mean staleness by eager's: the price (staleness_adaptive, staleness_lazy)
 """
 
 import argparse
