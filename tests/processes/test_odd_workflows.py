@@ -9,7 +9,8 @@ from tests.odd_run import SIGTERM_S, OddRun
 from tests.odd_workflows import ODDITIES
 
 KINDS = tuple(ODDITIES)
-BRIEF = "rollout.episode_timeout_s=15"
+BRIEF = "rollout.episode_timeout_s=40"
+"""Of a run of 400 episodes at once, which a busy machine plays in 15 s."""
 THREADS = {"leaves_a_thread", "waits_for_a_thread"}
 """Kinds at whose end the interpreter waits, which a fork leaves in another way."""
 
