@@ -1,5 +1,6 @@
 """Random runs with random faults keep every law, and a rule that is broken on purpose breaks one."""
 
+import itertools
 import json
 import logging
 import subprocess
@@ -16,13 +17,14 @@ import typer
 from typer.testing import CliRunner
 
 from flexmarl.analysis.costs import TrainerCosts
+from flexmarl.events.group_events import EpisodeReplayed
 from flexmarl.experience.interface import Row
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, InstanceId, MicroBatch, PolicyName, RowState, SampleId, Version
 from flexmarl.simulator.modelled_trainer import ModelledTrainer
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.faults.__main__ import main
-from flexmarl.testing.faults.fault_plan import DRAWN, FaultKind, FaultPlan, Targets, draw_plan
+from flexmarl.testing.faults.fault_plan import DRAWN, PLACED, FaultKind, FaultPlan, Targets, draw_plan
 from flexmarl.testing.faults.faulty import FaultyTrainer
 from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.laws import LAWS, broken
@@ -63,8 +65,25 @@ def test_a_run_keeps_every_law_whatever_breaks(num: int) -> None:
         one, other = seen(story)
         struck.update(one)
         answered.update(other)
-    assert set(answered) == set(DRAWN), f"never noticed: {set(DRAWN) - set(answered)}"
+    assert set(answered) == {*DRAWN, *PLACED}, f"never noticed: {({*DRAWN, *PLACED}) - set(answered)}"
     assert sum(answered.values()) > 0.7 * sum(struck.values()), f"struck {struck}, noticed {answered}"
+
+
+@pytest.mark.parametrize("num", [24, pytest.param(200, marks=pytest.mark.deep)])
+def test_episodes_of_lost_rollout_workers_and_nodes_are_played_again_and_every_law_holds(num: int) -> None:
+    """A share of the random runs, alone: those whose episodes are played on several nodes."""
+    struck, answered, replayed = Counter[FaultKind](), Counter[FaultKind](), 0
+    seeds = (seed for seed in itertools.count() if draw(seed).workers)
+    for seed in itertools.islice(seeds, num):
+        story = live(draw(seed))
+        assert broken(story) == {}, f"python -m flexmarl.testing.faults --seeds {seed}:{seed + 1}"
+        one, other = seen(story)
+        struck.update(one)
+        answered.update(other)
+        replayed += any(isinstance(event, EpisodeReplayed) for event in story.events)
+    assert replayed >= num / 4, "the witness that workers died while they played"
+    for kind in PLACED:
+        assert answered[kind] >= max(num / 8, 0.7 * struck[kind]), f"{kind} struck {struck}, noticed {answered}"
 
 
 def test_a_run_that_streams_credit_and_loses_its_trainer_keeps_every_law() -> None:

@@ -1,7 +1,8 @@
 """Cluster in this process: residents are objects here, and nodes are only names. It also runs on a virtual clock.
 
-A resident's `remote` is the hosted object itself. With `crosses` it is a proxy, as for a resident in another process,
-and everything that goes through the proxy is copied: for tests of code whose calls cross.
+A resident's `remote` is the hosted object itself. With `crosses`, or if its kind is in `crossing`, it is a proxy, as
+for a resident in another process, and everything that goes through the proxy is copied: for tests of code whose calls
+cross.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from flexmarl.cluster.host import Host, answer, packed
 from flexmarl.cluster.interface import (
     ClusterNode,
     Resident,
+    ResidentKind,
     ResidentPlace,
     ResidentSpec,
     require_new_names,
@@ -151,13 +153,15 @@ async def inproc_cluster(
     *,
     start_s: float = 0.0,
     crosses: bool = False,
+    crossing: Collection[ResidentKind] = (),
     latency_s: float = 0.0,
     events: Events | None = None,
 ) -> AsyncIterator["InprocCluster"]:
     """Opens a cluster for the length of a block.
 
     `nodes` gives the number of residents that each node has room for; None means one node without a limit. A spawn
-    takes `start_s`. With `crosses`, calls are copied and take `latency_s` each way. Losses are emitted to `events`.
+    takes `start_s`. With `crosses`, or to kinds in `crossing`, calls are copied and take `latency_s` each way. Losses
+    are emitted to `events`.
     """
     async with task_block() as tasks:
         cluster = InprocCluster(
@@ -165,6 +169,7 @@ async def inproc_cluster(
             nodes or {LOCAL_NODE: NO_LIMIT},
             start_s=start_s,
             crosses=crosses,
+            crossing=crossing,
             latency_s=latency_s,
             events=events or Events(),
         )
@@ -191,6 +196,7 @@ class InprocCluster:
         crosses: bool,
         latency_s: float,
         events: Events,
+        crossing: Collection[ResidentKind] = (),
     ) -> None:
         """See `inproc_cluster`. Proxies run their tasks in `tasks`."""
         self.events = events
@@ -200,7 +206,8 @@ class InprocCluster:
         self._room = dict(nodes)
         """Live nodes, and how many residents fit on each."""
         self._held: dict[WorkerId, Placed] = {}
-        self._start_s, self._crosses, self._latency_s = start_s, crosses, latency_s
+        self._start_s, self._latency_s = start_s, latency_s
+        self._crosses, self._crossing = crosses, frozenset(crossing)
         self._pids = itertools.count(FIRST_PID)
 
     @property
@@ -236,8 +243,8 @@ class InprocCluster:
                 await resident.stop()
             self.residents = [resident for resident in self.residents if resident not in residents]
             raise
-        if self._crosses:
-            for resident in residents:
+        for resident in residents:
+            if self._crosses or resident.spec.kind in self._crossing:
                 resident.cross_with(self._tasks)
         return list(residents)
 

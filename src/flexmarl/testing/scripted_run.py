@@ -38,6 +38,7 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.orchestrator.run import RunOutcome, StopRequest
 from flexmarl.orchestrator.saving import Checkpoints, resume
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId
+from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.agents import Script
@@ -253,6 +254,10 @@ class ScriptedRun:
         """Makes the residents of the run's world. Subclasses whose engines can be lost and replaced override it."""
         return ScriptedResidents(self.objects, self.engines, self.trainers)
 
+    def players(self) -> Sequence[ResidentSpec[RolloutWorker]]:
+        """Specifies the rollout workers; none: the controller plays. Subclasses that have some override it."""
+        return ()
+
     def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
         """Makes the pool of the run's world. Subclasses with another pool override it."""
         return InferencePool(*instances, **how)
@@ -276,7 +281,12 @@ class ScriptedRun:
         for trainer in self.trainers.values():
             trainer.rows = StoreRows(self.store)
         async with world_of(
-            self.settings, self.store, self.residents(), self.events, make_pool=self.make_pool
+            self.settings,
+            self.store,
+            self.residents(),
+            self.events,
+            make_pool=self.make_pool,
+            players=self.players(),
         ) as self.world:
             start = None
             if self._resumes:

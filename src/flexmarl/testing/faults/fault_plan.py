@@ -8,7 +8,7 @@ due. A fault of tasks or of the task source strikes whenever such a task is play
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +26,9 @@ class FaultKind(StrEnum):
     LOST_INSTANCE = "lost_instance"
     """An engine dies. By `how`, its next call fails, or its process is seen to end at once (instance, seconds)."""
     LOST_NODE = "lost_node"
-    """A node dies, and with it every engine and trainer on it (node, seconds)."""
+    """A node dies, and with it every engine, trainer and rollout worker on it (node, seconds)."""
+    LOST_WORKER = "lost_worker"
+    """A rollout worker dies, and with it the episodes that it plays (worker, seconds)."""
     SLOW_INSTANCE = "slow_instance"
     """Tokens of an engine take `amount` times as long (instance, seconds)."""
     ENGINE_SILENCE = "engine_silence"
@@ -63,7 +65,7 @@ class Fault:
 
     kind: FaultKind
     target: str = ""
-    """A policy or a node by name, the input id of a task, or an InstanceId; empty where there is only one target."""
+    """Name of a policy, node or worker, input id of a task, or an InstanceId; empty where only one can be meant."""
     after: float = 0.0
     """When the fault comes due, as the kind says: seconds, a count from 1, or a position or number of tasks."""
     amount: float = 0.0
@@ -202,7 +204,19 @@ _DRAWS: Mapping[FaultKind, Callable[[Random, Targets, FaultKind], Fault]] = {
 }
 
 DRAWN = tuple(kind for kind in FaultKind if kind in _DRAWS)
-"""Kinds that random runs can have: all but a lost node, because these runs are on one node."""
+"""Kinds that any random run can have."""
+PLACED = (FaultKind.LOST_WORKER, FaultKind.LOST_NODE)
+"""Kinds that only random runs on several nodes have, whose episodes are played by rollout workers."""
+
+
+def draw_placed(random: Random, targets: Targets, *, workers: Sequence[str], nodes: Sequence[str]) -> tuple[Fault, ...]:
+    """Draws losses of one or two workers, one of which may be that of a node. A third may fail an episode."""
+    many = [(FaultKind.LOST_WORKER, random.choice(workers))]
+    kind = random.choice([None, FaultKind.LOST_WORKER, FaultKind.LOST_NODE])
+    if kind is not None:
+        many.append((kind, random.choice(nodes if kind is FaultKind.LOST_NODE else workers)))
+    run_s = targets.steps * targets.step_s
+    return tuple(Fault(kind=kind, target=target, after=random.uniform(0.0, run_s)) for kind, target in many)
 
 
 def read_plan(path: Path) -> FaultPlan:
@@ -272,6 +286,7 @@ HOW: Mapping[FaultKind, tuple[str, ...]] = {
 """The varieties of kinds that have several. The first is the default of a plan in a file."""
 TARGETED: Mapping[FaultKind, str] = {
     FaultKind.LOST_NODE: "a node, as in simulated-0",
+    FaultKind.LOST_WORKER: "a rollout worker, as in rollout/0",
     **dict.fromkeys(BY_INSTANCE, "an instance, as in solver/0"),
     **dict.fromkeys(BY_POLICY, "a policy"),
     **dict.fromkeys(BY_TASK, "the input id of a task"),

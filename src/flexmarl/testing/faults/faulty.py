@@ -185,6 +185,22 @@ class SlowStore(AroundStore):
         return await do()
 
 
+class MortalStore(AroundStore):
+    """The store as a process has it that may die. `check_alive` raises when it has died: it changes nothing then."""
+
+    def __init__(self, inner: ExperienceStore, check_alive: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._check_alive = check_alive
+
+    async def close(self) -> None:
+        """Does nothing: the store is the controller's."""
+
+    async def call(self, name: str, do: Callable[[], Awaitable[Any]]) -> Any:
+        """Makes the call. Raises what `check_alive` raises."""
+        self._check_alive()
+        return await do()
+
+
 class FaultyStore(AroundStore):
     """A store that refuses a write, or whose caller is killed right after a write, as an injection says.
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from flexmarl.events.event import Events
 from flexmarl.events.run_events import FaultStruck
 from flexmarl.records import InstanceId
-from flexmarl.testing.faults.fault_plan import Fault, FaultKind, FaultPlan
+from flexmarl.testing.faults.fault_plan import PLACED, Fault, FaultKind, FaultPlan
 
 BY_TIME = (FaultKind.LOST_INSTANCE, FaultKind.SLOW_INSTANCE, FaultKind.ENGINE_SILENCE)
 """Kinds that strike an engine at a second of the run. A lost node and a lost controller come by time too."""
@@ -62,13 +62,15 @@ class Injection:
         engines: Callable[[], Mapping[InstanceId, Switches]],
         lose: Callable[[InstanceId, str], None],
         lose_node: Callable[[str, str], object] = lambda node, because: None,
+        workers: Callable[[], Mapping[str, Callable[[str], object]]] = dict,
     ) -> None:
         """Strikes by time until no such fault is left or the controller dies. Skips instances that no longer exist.
 
         `lose` is called with an instance whose process is seen to end and the reason; `lose_node` with a node and the
-        reason. `engines` returns the engines that live now, by instance.
+        reason. `engines` returns the engines that live now, by instance, and `workers` a function for each rollout
+        worker that lives now, which ends it for a reason.
         """
-        waiting = [f for f in self.plan.of(*BY_TIME, FaultKind.LOST_NODE) if f not in self._struck]
+        waiting = [f for f in self.plan.of(*BY_TIME, *PLACED) if f not in self._struck]
         waiting += [f for f in self._controller("seconds") if f not in self._struck]
         for fault in sorted(waiting, key=lambda fault: fault.after):
             await asyncio.sleep(fault.after - asyncio.get_running_loop().time())
@@ -79,6 +81,11 @@ class Injection:
             if fault.kind is FaultKind.LOST_NODE:
                 self._strike(fault)
                 lose_node(fault.target, LOST)
+                continue
+            if fault.kind is FaultKind.LOST_WORKER:
+                if lose_worker := workers().get(fault.target):
+                    self._strike(fault)
+                    lose_worker(LOST)
                 continue
             engine = engines().get(fault.instance)
             if engine is not None:

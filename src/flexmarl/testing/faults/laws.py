@@ -3,6 +3,7 @@
 Laws of samples say which rows are trained, their contents and their credit; laws of serving are in laws_of_serving.py.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,12 +20,13 @@ from flexmarl.errors import (
     TransitionError,
     WorkerError,
 )
-from flexmarl.events.group_events import GroupExpired
+from flexmarl.events.group_events import EpisodeReplayed, GroupExpired
 from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
 from flexmarl.records import (
     ROW_TERMINAL,
+    EpisodeId,
     FinishReason,
     IntArray,
     PolicyName,
@@ -52,6 +54,7 @@ DEMANDED: Mapping[FaultKind, tuple[type[FlexmarlError], ...]] = {
     FaultKind.TORN_CHECKPOINT: (CheckpointError,),
     FaultKind.SOURCE_EXHAUSTED: (SourceExhausted,),
     FaultKind.LOST_INSTANCE: (EngineError, EpisodeError),
+    FaultKind.LOST_NODE: (EngineError, EpisodeError),
     FaultKind.ENGINE_SILENCE: (EngineError, EpisodeError),
     FaultKind.FAILED_PUBLISH: (EngineError, EpisodeError),
     FaultKind.SLOW_INSTANCE: (EngineError, EpisodeError),
@@ -294,17 +297,20 @@ def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
     """Every token that an engine sampled is in a row that has ended. A failed row has a reason.
 
     This holds too for calls that were aborted, that failed, or that their workflow left. Tokens of lost engines, of
-    earlier lives and of evaluations are not checked.
+    earlier lives, of evaluations, and of plays that were lost with their rollout worker are not checked.
     """
     last = story.lives[-1]
     if not story.finished:
         return
     rows = {row.sample_id: row for row in story.rows}
     lost = {event.instance for event in last.of(InstanceLost)}
+    replayed = {event.episode: event.t for event in last.of(EpisodeReplayed)}  # The last time counts.
     for name, engine in last.engines.items():
-        for _, request, generation in engine.answered if name not in lost else ():
+        for at, request, generation in engine.answered if name not in lost else ():
             end = request.offset + len(generation.response_ids)
             if not len(generation.response_ids) or request.purpose is Purpose.EVALUATION:
+                continue
+            if at <= replayed.get(EpisodeId(split_sample_id(request.request_id)[2]), -math.inf):
                 continue
             row = rows.get(SampleId(request.request_id))
             if row is None or row.state not in ROW_TERMINAL:

@@ -13,9 +13,10 @@ import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -25,20 +26,33 @@ from flexmarl.agents.characters import character_renderer
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.assemble.ending import recorded_failure
 from flexmarl.assemble.world import Residents
+from flexmarl.cluster.inproc import NO_LIMIT, InprocCluster, InprocResident, inproc_cluster
+from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.errors import CheckpointError, FlexmarlError
+from flexmarl.events.event import Events
+from flexmarl.events.run_events import WorkerLost
+from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.checkpoint import MANIFEST
-from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, split_trajectory_id
+from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId, split_trajectory_id
+from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
 from flexmarl.simulator.virtual_time import DeadlockError
 from flexmarl.testing.faults.fault_plan import Fault, FaultKind
-from flexmarl.testing.faults.faulty import FaultyEngine, FaultySource, FaultyStore, FaultyTrainer, SlowStore
+from flexmarl.testing.faults.faulty import (
+    FaultyEngine,
+    FaultySource,
+    FaultyStore,
+    FaultyTrainer,
+    MortalStore,
+    SlowStore,
+)
 from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
-from flexmarl.testing.faults.schedule import ENGINE_COSTS, Schedule
+from flexmarl.testing.faults.schedule import ENGINE_COSTS, HOME, OTHERS, Schedule
 from flexmarl.testing.faults.story import Life, Story
-from flexmarl.testing.faults.watched import MortalEvents, Pulse, WatchedEngine, WatchedTrainer
+from flexmarl.testing.faults.watched import Killed, MortalEvents, Pulse, WatchedEngine, WatchedTrainer
 from flexmarl.testing.inference import scripted_logprobs, scripted_responder
 from flexmarl.testing.scripted_run import ScriptedResidents, ScriptedRun, spoken
 from flexmarl.training.interface import Trainer
@@ -160,16 +174,22 @@ class MortalRun(ScriptedRun):
         self.rules = mutation.rules
         self.watched: dict[InstanceId, WatchedEngine] = {}
         """Engines by instance name."""
+        self.cluster: InprocCluster
+        """The cluster of this life, once it is open."""
         self.made = {policy: self._trainer(policy) for policy in self.trainers}
         self.trainers |= self.made
-        faulty: Any = FaultyStore(self.kept, injection, self._pulse.check)
-        slow = SlowStore(faulty, longest_s=schedule.store_s, random=Random(f"store {schedule.seed}"))
-        self.store = mutation.store(slow)
+        self._faulty: Any = FaultyStore(self.kept, injection, self._pulse.check)
+        self.store = self._distant(self._faulty, "store")
         self.blueprint = replace(
             self.blueprint,
             source=cast(Any, FaultySource(self.blueprint.source, injection)),
             settings=mutation.settings(self.blueprint.settings),
         )
+
+    def _distant(self, store: ExperienceStore, user: str) -> Any:
+        """The store as one process reaches it: its calls begin late. A mutation may break it."""
+        random = Random(f"{user} {self._schedule.seed}")
+        return self._mutation.store(SlowStore(store, longest_s=self._schedule.store_s, random=random))
 
     def live(self) -> Life:
         """Plays this life. Returns how it ended and what its parts remember."""
@@ -194,10 +214,55 @@ class MortalRun(ScriptedRun):
 
     async def strike(self) -> None:
         """Runs the faults that come by time."""
+        self.events.listen(WorkerLost, self._lost)
         await self._injection.watch(
             lambda: cast(Any, self.watched),
             lambda instance, because: self.world.pool.lose(instance, because),
+            self._lose_node,
+            lambda: {str(one.name): one.die for one in self._live() if one.spec.kind is ResidentKind.ROLLOUT},
         )
+
+    def _live(self) -> list[InprocResident[Any]]:
+        return [one for one in self.cluster.residents if one.alive]
+
+    def _lose_node(self, node: str, because: str) -> None:
+        for one in self._live():
+            if one.place.node == node and one.spec.kind is ResidentKind.ENGINE and one.made:
+                one.hosted.fail(because)
+        self.cluster.kill_node(node, because)
+
+    def _lost(self, lost: WorkerLost) -> None:
+        if lost.process.kind == ResidentKind.ENGINE:
+            self.world.pool.lose(lost.process.instance, lost.because)
+
+    def players(self) -> Sequence[ResidentSpec[RolloutWorker]]:
+        """Specifies rollout workers that can die."""
+        names = [WorkerId(ResidentKind.ROLLOUT, number=number) for number in range(self._schedule.workers)]
+        return [
+            ResidentSpec(
+                name=name, kind=ResidentKind.ROLLOUT, contract=RolloutWorker, make=partial(self._make_player, name)
+            )
+            for name in names
+        ]
+
+    def _make_player(self, name: WorkerId) -> RolloutHost:
+        """Makes the host of a worker. When the worker has died, its tasks still run, and may write no rows."""
+        (mine,) = (one for one in self._live() if one.name == name)
+
+        def check() -> None:
+            if not mine.alive:
+                raise Killed
+
+        settings = self.settings.rollout
+        parts = PlayParts(
+            team=self.blueprint.team,
+            open_store=lambda: self._distant(cast(Any, MortalStore(self._faulty, check)), name),
+            run_seed=self.settings.seed,
+            timeout_s=settings.episode_timeout_s,
+            grace_s=settings.cancel_grace_s,
+            bounded=settings.tool_calls_at_once is not None,
+        )
+        return RolloutHost(name, parts)
 
     async def _play(self, loops: Any) -> None:
         running = asyncio.current_task()
@@ -217,6 +282,11 @@ class MortalRun(ScriptedRun):
                     await super()._play(loops)
             finally:
                 self._hung = limit.expired()
+
+    @property
+    def has_workers(self) -> bool:
+        """True if rollout workers play."""
+        return self._schedule.workers > 0
 
     def residents(self) -> Residents:
         """Returns engines that break and are replaced, and trainers that share devices."""
@@ -256,6 +326,20 @@ class MortalResidents(ScriptedResidents):
     def make_engine(self, policy: PolicyName, instance: InstanceId) -> Any:
         """Makes a new engine for an instance."""
         return self._run.make_engine(instance)
+
+    @asynccontextmanager
+    async def cluster(self, residents: int, events: Events) -> AsyncIterator[Cluster]:
+        """Opens a cluster in this process: of one node, or of three, each with room for all, and rollout workers."""
+        room = residents + self._run.settings.pool.replacements * len(self._run.settings.policies)
+        nodes = {HOME: NO_LIMIT, **dict.fromkeys(OTHERS, room)} if self._run.has_workers else None
+        async with inproc_cluster(nodes, crossing={ResidentKind.ROLLOUT}, events=events) as cluster:
+            self._run.cluster = cluster
+            yield cluster
+
+    def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
+        """Specifies a trainer; of several nodes, it is on the one that no fault strikes."""
+        spec = super().trainer(policy)
+        return replace(spec, node=HOME) if self._run.has_workers else spec
 
     def replacement_s(self, policy: PolicyName) -> float | None:
         """Returns the seconds that a replacement takes to start."""

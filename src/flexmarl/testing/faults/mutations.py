@@ -18,6 +18,7 @@ from flexmarl.inference.pool import InferencePool
 from flexmarl.objects.interface import Checksum
 from flexmarl.orchestrator.publish import Gate
 from flexmarl.records import (
+    EpisodeId,
     FinishReason,
     Generation,
     GenerationRequest,
@@ -77,6 +78,11 @@ class _LeaksLeases(Around[ExperienceStore]):
 
 class _KeepsRows(Around[ExperienceStore]):
     async def rewind(self, next_group: GroupId, **replay: Collection[GroupId]) -> int:
+        return 0
+
+
+class _KeepsLostEpisodes(Around[ExperienceStore]):
+    async def discard(self, trajectories: Collection[EpisodeId]) -> int:
         return 0
 
 
@@ -189,6 +195,11 @@ MUTATIONS = (
     ),
     Mutation(name="lease_leak", breaks="a claim leases one row more than it returns", store=_LeaksLeases),
     Mutation(name="rewind_keeps_rows", breaks="a resumption leaves the rows of groups it replays", store=_KeepsRows),
+    Mutation(
+        name="lost_episode_keeps_rows",
+        breaks="the rows of an episode that is played again stay, when its rollout worker was lost",
+        store=_KeepsLostEpisodes,
+    ),
     Mutation(name="accumulated_twice", breaks="gradients enter the cache twice", cache=_AccumulatesTwice),
     Mutation(
         name="reused_id_lost",

@@ -134,6 +134,8 @@ def check_fits(plan: FaultPlan, settings: RunSettings, where: str) -> None:
         of_policy = fault.kind in (*BY_INSTANCE, *BY_POLICY)
         if fault.kind is FaultKind.ALL_FILTERED:
             problem = "kind: a simulated run has its own workflow's rewards; plan this kind in the campaign only"
+        elif fault.kind is FaultKind.LOST_WORKER:
+            problem = "kind: the controller plays a simulated run; plan this kind in the campaign only"
         elif fault.kind is FaultKind.LOST_NODE and fault.target not in nodes:
             problem = f"target: there is no node '{fault.target}'; simulation.nodes makes {', '.join(nodes)}"
         elif of_policy and policy not in settings.policies:

@@ -6,9 +6,10 @@ from random import Random
 from typing import Any
 
 from flexmarl.analysis.costs import EngineCosts
+from flexmarl.cluster.interface import ResidentKind
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, PolicyName
-from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_fault, draw_plan
+from flexmarl.testing.faults.fault_plan import FaultKind, FaultPlan, Targets, draw_fault, draw_placed, draw_plan
 
 PER_POLICY = "per_policy"
 """Mode `async`, in which each policy is updated when its own batch is full."""
@@ -28,6 +29,10 @@ ENGINE_COSTS = EngineCosts(
     decode_s=0.1, decode_request_s=0.0, load_s=0.05, move_s=0.05, start_s=1.0, sleep_s=0.0, wake_s=0.0
 )
 """The costs of every engine of a run."""
+HOME, OTHERS = "home", ("left", "right")
+"""Nodes of the runs that have several. Trainers are on the first one; another one may be lost."""
+PLAYED_ELSEWHERE = 0.3
+"""Share of runs on several nodes, whose episodes are played by rollout workers."""
 LOSSES_WHILE_STREAMING = 0.05
 """Share of runs that stream credit to trainers that are swapped, and lose a trainer and a write of the store.
 
@@ -51,6 +56,8 @@ class Schedule:
     groups: int
     instances: Mapping[str, int]
     """Number of instances of each policy."""
+    workers: int = 0
+    """Number of rollout workers; 0: the controller plays, and there is one node."""
     sample_s: float
     """Seconds that a trainer needs for a sample."""
     store_s: float
@@ -80,7 +87,19 @@ def draw(seed: int, *, mode: str | None = None) -> Schedule:
     """Draws the run of a seed. `mode` replaces the mode that would be drawn."""
     if mode in (None, Mode.MICROBATCH) and loses_while_streaming(seed):
         return _losing_while_streaming(seed)
-    return _drawn(seed, mode)
+    return _placed(_drawn(seed, mode))
+
+
+def _placed(run: Schedule) -> Schedule:
+    """Gives a share of the runs several nodes and rollout workers, and losses of these. All else is as it was drawn."""
+    random = Random(f"places {run.seed}")
+    if random.random() >= PLAYED_ELSEWHERE:
+        return run
+    workers = random.randint(1, 3)
+    targets = _targets(run.instances, groups=run.groups, steps=run.steps, agents=len(run.agents))
+    names = [f"{ResidentKind.ROLLOUT}/{number}" for number in range(workers)]
+    lost = draw_placed(random, targets, workers=names, nodes=OTHERS)
+    return replace(run, workers=workers, plan=FaultPlan(faults=(*run.plan.faults, *lost)))
 
 
 def loses_while_streaming(seed: int) -> bool:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flexmarl.events.event import to_json
-from flexmarl.testing.faults.fault_plan import DRAWN
+from flexmarl.testing.faults.fault_plan import DRAWN, PLACED
 from flexmarl.testing.faults.laws import LAWS, broken
 from flexmarl.testing.faults.lives import live
 from flexmarl.testing.faults.mutations import MUTATIONS, Mutation
@@ -75,7 +75,7 @@ class Tally:
 
     def rare(self, least: int) -> dict[str, int]:
         """Returns kinds of faults and combinations that were witnessed fewer than `least` times, with the counts."""
-        witnessed = {kind.value: self.answered[kind.value] for kind in DRAWN}
+        witnessed = {kind.value: self.answered[kind.value] for kind in (*DRAWN, *PLACED)}
         witnessed |= {name: self.combined[name] for name in COMBINATIONS}
         return {name: times for name, times in witnessed.items() if times < least}
 
@@ -211,7 +211,7 @@ def fault_table(tally: Tally) -> Table:
     )
     for name in ("fault", "struck", "witnessed"):
         table.add_column(name, justify="left" if name == "fault" else "right")
-    for kind in DRAWN:
+    for kind in (*DRAWN, *PLACED):
         table.add_row(kind.value, str(tally.struck[kind.value]), str(tally.answered[kind.value]))
     table.add_section()
     for name in COMBINATIONS:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.events.event import Event
-from flexmarl.events.group_events import GroupExpired, GroupFailed, GroupFiltered, GroupRetried
+from flexmarl.events.group_events import EpisodeReplayed, GroupExpired, GroupFailed, GroupFiltered, GroupRetried
 from flexmarl.events.run_events import (
     CheckpointPassedOver,
     CheckpointRemoved,
     FaultStruck,
+    ProcessStarted,
     Resumed,
     RunFailed,
     WorkerLost,
@@ -110,6 +111,13 @@ def _node_lost(fault: FaultStruck, event: Event) -> bool:
     return isinstance(event, WorkerLost) and event.node == fault.target
 
 
+def _worker_lost(fault: FaultStruck, event: Event) -> bool:
+    """The episodes that it played are played again, or another worker is started in its place."""
+    if isinstance(event, EpisodeReplayed):
+        return event.because.startswith(f"{fault.target} ")
+    return isinstance(event, ProcessStarted) and event.process == fault.target
+
+
 def _silent(fault: FaultStruck, event: Event) -> bool:
     return _lost(fault, event) or "was aborted" in event.because
 
@@ -158,6 +166,7 @@ def reactions_of(costs_of: CostsOf) -> Mapping[FaultKind, Reaction]:
 REACTIONS: dict[FaultKind, Reaction] = {
     FaultKind.LOST_INSTANCE: _lost,
     FaultKind.LOST_NODE: _node_lost,
+    FaultKind.LOST_WORKER: _worker_lost,
     FaultKind.ENGINE_SILENCE: _silent,
     FaultKind.ENGINE_ERRORS: _erred,
     FaultKind.FAILED_PUBLISH: _lost,
