@@ -15,7 +15,7 @@ from flexmarl.assemble.commands import assemble_run
 from flexmarl.cluster.backends.mooncake import engine_class
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
-from flexmarl.events.group_events import EpisodeReplayed
+from flexmarl.events.group_events import EpisodeLost
 from flexmarl.events.run_events import NodeLost, ObjectFetched, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced
@@ -176,6 +176,6 @@ def test_rollout_workers_on_other_nodes_are_killed_and_the_run_ends_with_the_sam
         os.kill(left, signal.SIGKILL)
     run = begin[0].finish()
     assert_same(undisturbed, run, steps=STEPS)
-    reasons = {replayed.because.split(":")[0] for replayed in run.events(EpisodeReplayed)}
+    reasons = {replayed.because.split(":")[0] for replayed in run.events(EpisodeLost)}
     assert reasons == {"rollout/0", "rollout/1"}, "witness: both were playing"
     assert reasons <= {event.process for event in run.events(WorkerLost)}

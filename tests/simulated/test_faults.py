@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from flexmarl.analysis.costs import TrainerCosts
-from flexmarl.events.group_events import EpisodeReplayed
+from flexmarl.events.group_events import EpisodeLost
 from flexmarl.experience.interface import Row
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, InstanceId, MicroBatch, PolicyName, RowState, SampleId, Version
@@ -80,7 +80,7 @@ def test_episodes_of_lost_rollout_workers_and_nodes_are_played_again_and_every_l
         one, other = seen(story)
         struck.update(one)
         answered.update(other)
-        replayed += any(isinstance(event, EpisodeReplayed) for event in story.events)
+        replayed += any(isinstance(event, EpisodeLost) for event in story.events)
     assert replayed >= num / 4, "the witness that workers died while they played"
     for kind in PLACED:
         assert answered[kind] >= max(num / 8, 0.7 * struck[kind]), f"{kind} struck {struck}, noticed {answered}"

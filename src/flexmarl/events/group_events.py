@@ -95,14 +95,16 @@ class EpisodeAccount(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeReplayed(Event):
-    """An episode begins anew, with the same id and seeds: the rollout worker that played it was lost."""
+class EpisodeLost(Event):
+    """The rollout worker that played an episode was lost, and the rows of this play are deleted."""
 
-    name: ClassVar[str] = "episode_replayed"
+    name: ClassVar[str] = "episode_lost"
     group: GroupId
     """Its group."""
     episode: EpisodeId
     """The episode."""
+    again: bool
+    """True if it begins anew, with the same id and seeds; False if its group was stopped or it was lost too often."""
 
 
 def episode_finished(episode: Episode) -> EpisodeFinished:

@@ -27,7 +27,7 @@ from flexmarl.cluster.host import portable
 from flexmarl.cluster.interface import Resident
 from flexmarl.errors import EngineError, FlexmarlError, StoreError, WorkerError, described
 from flexmarl.events.event import Events
-from flexmarl.events.group_events import EpisodeReplayed
+from flexmarl.events.group_events import EpisodeLost
 from flexmarl.events.run_events import WorkerLost
 from flexmarl.records import (
     STOPPED,
@@ -260,13 +260,14 @@ class RemotePlayer(Player):
             if failure is not None:
                 text = f"the episode could not cross to a rollout worker or back: {described(failure)}"
                 return PlayedEpisode(unplayed(episode, group, failure_of(failure), text), error=failure)
+            again = not stop.because and len(losses) < MOST_LOSSES
+            if self._events is not None:
+                self._events.emit(EpisodeLost(episode=episode, group=group.group, because=losses[-1], again=again))
             if stop.because:
                 return PlayedEpisode(unplayed(episode, group, Failure(kind=STOPPED), stop.because))
-            if len(losses) == MOST_LOSSES:
+            if not again:
                 text = f"{MOST_LOSSES} rollout workers ended while they played it, the last one because {losses[-1]}"
                 return PlayedEpisode(unplayed(episode, group, Failure(kind="worker_lost", text=one_line(text)), text))
-            if self._events is not None:
-                self._events.emit(EpisodeReplayed(episode=episode, group=group.group, because=losses[-1]))
 
     async def _played_by(self, worker: LiveWorker, job: PlayJob, stop: Stop, generate: Generate) -> PlayedEpisode:
         """Has the episode played by this worker. Raises WorkerError if it is lost; no call is under way then."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexmarl.errors import ConfigError, EngineError, StoreError, WorkerError
-from flexmarl.events.group_events import EpisodeReplayed
+from flexmarl.events.group_events import EpisodeLost
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.run_events import LoopBlocked, WorkerLost
 from flexmarl.inference.pool import InferencePool
@@ -89,7 +89,7 @@ def test_whenever_workers_die_every_episode_ends_once_with_the_rows_of_an_undist
                     cluster.kill(name)
             episodes = await asyncio.gather(*playing)
         assert all(episode.finished for episode in episodes)
-        replayed = Counter(event.episode for event in events.of(EpisodeReplayed))
+        replayed = Counter(event.episode for event in events.of(EpisodeLost) if event.again)
         assert all(count < MOST_LOSSES for count in replayed.values())
         return await contents(store), len(model.requests)
 
@@ -110,7 +110,7 @@ def test_an_episode_is_played_again_elsewhere_and_says_so():
             cluster.kill(FIRST, "memory ran out")
             assert (await playing).finished
             assert now() == 2.5 + 4.0, "it went to the other worker at once"
-        (again,) = events.of(EpisodeReplayed)
+        (again,) = events.of(EpisodeLost)
         assert (again.episode, again.group) == ("g0e0a0", 0)
         assert "rollout/0" in again.because
         assert "memory ran out" in again.because
@@ -170,7 +170,7 @@ def test_an_episode_that_ends_worker_after_worker_fails_with_the_reason_and_leav
         assert f"{MOST_LOSSES} rollout workers ended while they played it" in episode.reason
         assert "it ended itself" in episode.reason
         assert await rows(store) == {}
-        assert len(events.of(EpisodeReplayed)) == MOST_LOSSES - 1
+        assert [lost.again for lost in events.of(EpisodeLost)] == [True] * (MOST_LOSSES - 1) + [False]
 
     run_virtual(scenario())
 

@@ -20,7 +20,7 @@ from flexmarl.errors import (
     TransitionError,
     WorkerError,
 )
-from flexmarl.events.group_events import EpisodeReplayed, GroupExpired
+from flexmarl.events.group_events import EpisodeLost, GroupExpired
 from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
@@ -47,6 +47,8 @@ from flexmarl.testing.faults.story import Life, Story, group_of
 from flexmarl.testing.faults.watched import Answered
 
 Law = Callable[[Story], Iterator[str]]
+ROUNDED_S = 1e-6
+"""The moments of events are rounded to it."""
 DEMANDED: Mapping[FaultKind, tuple[type[FlexmarlError], ...]] = {
     FaultKind.LOST_TRAINER: (TrainingError, WorkerError),
     FaultKind.LOST_CACHE: (TrainingError, WorkerError),
@@ -304,13 +306,13 @@ def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
         return
     rows = {row.sample_id: row for row in story.rows}
     lost = {event.instance for event in last.of(InstanceLost)}
-    replayed = {event.episode: event.t for event in last.of(EpisodeReplayed)}  # The last time counts.
+    deleted = {event.episode: event.t + ROUNDED_S for event in last.of(EpisodeLost)}  # The last time counts.
     for name, engine in last.engines.items():
         for at, request, generation in engine.answered if name not in lost else ():
             end = request.offset + len(generation.response_ids)
             if not len(generation.response_ids) or request.purpose is Purpose.EVALUATION:
                 continue
-            if at <= replayed.get(EpisodeId(split_sample_id(request.request_id)[2]), -math.inf):
+            if at <= deleted.get(EpisodeId(split_sample_id(request.request_id)[2]), -math.inf):
                 continue
             row = rows.get(SampleId(request.request_id))
             if row is None or row.state not in ROW_TERMINAL:

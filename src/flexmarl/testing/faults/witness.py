@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.events.event import Event
-from flexmarl.events.group_events import EpisodeReplayed, GroupExpired, GroupFailed, GroupFiltered, GroupRetried
+from flexmarl.events.group_events import EpisodeLost, GroupExpired, GroupFailed, GroupFiltered, GroupRetried
 from flexmarl.events.run_events import (
     CheckpointPassedOver,
     CheckpointRemoved,
@@ -113,7 +113,7 @@ def _node_lost(fault: FaultStruck, event: Event) -> bool:
 
 def _worker_lost(fault: FaultStruck, event: Event) -> bool:
     """The episodes that it played are played again, or another worker is started in its place."""
-    if isinstance(event, EpisodeReplayed):
+    if isinstance(event, EpisodeLost):
         return event.because.startswith(f"{fault.target} ")
     return isinstance(event, ProcessStarted) and event.process == fault.target
 
