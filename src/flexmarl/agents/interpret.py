@@ -2,13 +2,14 @@
 
 next_move   decides what follows a piece of text: more generation, a tool call, or the end of the reply
 PARSERS     the table of parsers for a final text, each text -> value; None if the text holds no value
-found       makes the signals of one call, from that call alone: a number in [0, 1] for each fault, and the tools' cost
+found       makes the signals of one call, from that call alone: a number in [0, 1] for each fault, and what its tools did
 
     tool_error          a tool call could not be read, named an unknown tool, had wrong arguments, or was refused by the
                         tool
     bad_tool_calls      share of the message's tool calls that could not be read; a message that ends the reply has
                         none: its calls count as dropped
     dropped_tool_calls  share of the message's tool calls that were not run: the budget was spent, or the text was cut
+    tool_calls          number of the message's tool calls that were run
     tool_cost           sum of what its tools say that the message's tool calls cost, in a unit of their own
     format_error        the call ended the reply, but the agent's parser found no value, or the text holds a tool call
     language_mix        share of the call's letters that belong to no script of the task
@@ -160,6 +161,7 @@ def found(
     tool_error: bool = False,
     bad_tool_calls: float = 0.0,
     dropped_tool_calls: float = 0.0,
+    tool_calls: float = 0.0,
     tool_cost: float = 0.0,
     format_error: bool = False,
     language_mix: float = 0.0,
@@ -173,6 +175,7 @@ def found(
         "tool_error": float(tool_error),
         "bad_tool_calls": bad_tool_calls,
         "dropped_tool_calls": dropped_tool_calls,
+        "tool_calls": tool_calls,
         "tool_cost": tool_cost,
         "format_error": float(format_error),
         "language_mix": language_mix,

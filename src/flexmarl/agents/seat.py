@@ -309,5 +309,6 @@ def _faults(calls: Sequence[Found], uses: Sequence[ToolUse]) -> Mapping[str, flo
         tool_error=any(use.run and not use.ok for use in uses),
         bad_tool_calls=unread(calls),
         dropped_tool_calls=sum(not use.run for use in uses) / len(uses),
+        tool_calls=float(sum(use.run and bool(use.name) for use in uses)),
         tool_cost=sum(use.cost for use in uses),
     )

@@ -96,7 +96,7 @@ def test_a_call_in_the_models_own_form_is_run_and_its_ids_are_those_sampled(fami
     first, second = reply.turns
     assert first.response_ids.tolist() == said, "what is trained on is what was sampled, markers included"
     assert first.valid
-    assert not dict(team.signals()[first.sample_id])
+    assert dict(team.signals()[first.sample_id]) == {"tool_calls": 1.0}
     if family == "mistral":  # Its template moves the role prompt to the last message, so each prompt is rendered anew.
         assert second.parent is None
         assert "rewrites" in agent_of(family).renderer.extension.why_not("tool")
@@ -175,7 +175,7 @@ def test_calls_beyond_the_budget_are_answered_so_and_are_a_signal(family: str) -
     reply, team, prompts, _ = play(family, [written(family, *CALLS), "42"], max_tool_calls=1)
     assert [(use.ok, use.run) for use in reply.calls] == [(True, True), (False, False)]
     assert "budget spent" in prompts[1]
-    assert dict(team.signals()[reply.turns[0].sample_id]) == {"dropped_tool_calls": 0.5}
+    assert dict(team.signals()[reply.turns[0].sample_id]) == {"dropped_tool_calls": 0.5, "tool_calls": 1.0}
 
 
 @pytest.mark.parametrize("family", NATIVE)

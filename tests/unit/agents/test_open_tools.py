@@ -176,7 +176,7 @@ def test_sixty_four_calls_of_one_message_are_all_answered() -> None:
     team = team_with(tool, max_tool_calls=8).seat(context(says(call() * 64, "so"), sampling={"max_tokens": 10_000}))
     reply = run_virtual(team.solver.act("go"))
     assert [use.run for use in reply.calls] == [True] * 8 + [False] * 56
-    assert dict(team.signals()[team.turns[0].sample_id]) == {"dropped_tool_calls": 56 / 64}
+    assert dict(team.signals()[team.turns[0].sample_id]) == {"dropped_tool_calls": 56 / 64, "tool_calls": 8.0}
 
 
 def test_files_that_are_none_fail_the_episode() -> None:
@@ -227,7 +227,7 @@ def test_a_long_result_keeps_head_and_tail_and_says_how_much_is_left_out(length:
 def test_what_the_calls_of_a_message_cost_is_a_signal_of_the_turn_that_made_them() -> None:
     (calls, team) = used("a", "b", "c")
     assert [use.cost for use in calls] == [0.5, 0.5, 0.5]
-    assert [dict(found) for found in team.signals().values()] == [{"tool_cost": 1.5}, {}]
+    assert [dict(found) for found in team.signals().values()] == [{"tool_calls": 3.0, "tool_cost": 1.5}, {}]
     with pytest.raises(EpisodeError, match="the cost of a call must be a finite number, got nan"):
         used("nan")
 

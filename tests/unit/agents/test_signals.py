@@ -16,6 +16,8 @@ from flexmarl.tools import Observation
 from tests.unit.agents.tables import CALCULATOR, TASK, context, says, spec
 
 TAGGED = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}}
+FAULTY = {"tool_error": 1.0, "tool_calls": 1.0}
+"""A call that was run, and refused."""
 
 
 def signals(agent, *replies, task=TASK):
@@ -27,12 +29,12 @@ def signals(agent, *replies, task=TASK):
 @pytest.mark.parametrize(
     ("agent", "replies", "expected"),
     [
-        (CALCULATOR, ["calc(1+1)", "2"], [{}, {}]),
-        (CALCULATOR, ["calc(1+)", "2"], [{"tool_error": 1.0}, {}]),
+        (CALCULATOR, ["calc(1+1)", "2"], [{"tool_calls": 1.0}, {}]),
+        (CALCULATOR, ["calc(1+)", "2"], [FAULTY, {}]),
         (TAGGED, ["<tool_call>1</tool_call>", "2"], [{"tool_error": 1.0, "bad_tool_calls": 1.0}, {}]),
-        (TAGGED, ['<tool_call>{"name": "x", "arguments": ""}</tool_call>', "2"], [{"tool_error": 1.0}, {}]),
-        (CALCULATOR, ["calc(3*(4+1)", ")", "2"], [{}, {}, {}]),
-        (CALCULATOR, ["calc((1+)", ")", "2"], [{}, {"tool_error": 1.0}, {}]),
+        (TAGGED, ['<tool_call>{"name": "x", "arguments": ""}</tool_call>', "2"], [FAULTY, {}]),
+        (CALCULATOR, ["calc(3*(4+1)", ")", "2"], [{}, {"tool_calls": 1.0}, {}]),
+        (CALCULATOR, ["calc((1+)", ")", "2"], [{}, FAULTY, {}]),
         (CALCULATOR, ["calc((1+)", "", "2"], [{}, {"tool_error": 1.0, "bad_tool_calls": 1.0}, {}]),
         ({**CALCULATOR, "max_tool_calls": 0}, ["calc(1+1)"], [{"dropped_tool_calls": 1.0, "format_error": 1.0}]),
         ({"parser": "last_line"}, ["\n\n"], [{"format_error": 1.0}]),
@@ -45,7 +47,7 @@ def test_a_call_is_charged_with_what_went_wrong_in_it_and_no_other(agent, replie
 
 def test_foreign_letters_are_found_in_each_call_for_itself():
     task = replace(TASK, prompt="Сколько будет 1+1?")
-    assert signals(CALCULATOR, "calc(1+1)", "2", task=task) == [{"language_mix": 1.0}, {}]
+    assert signals(CALCULATOR, "calc(1+1)", "2", task=task) == [{"language_mix": 1.0, "tool_calls": 1.0}, {}]
     assert signals({}, "two", task=replace(TASK, prompt="1+1")) == [{}], "a task without letters is in no language"
 
 

@@ -181,11 +181,11 @@ class Overlong(AddedTerm):
         return min(max((num_tokens - (self.max_tokens - self.buffer)) / self.buffer, 0.0), 1.0)
 
 
-Signal = Literal["tool_error", "format_error", "language_mix", "bad_tool_calls", "dropped_tool_calls", "tool_cost"]
+Signal = Literal["tool_error", "format_error", "language_mix", "bad_tool_calls", "dropped_tool_calls", "tool_calls", "tool_cost"]
 
 
 class Process(AddedTerm):
-    """-min(c_max, sum of c_q v_q) over the signals found in the call itself. v_q is in [0, 1], but for `tool_cost`."""
+    """-min(c_max, sum of c_q v_q) over the signals found in the call itself. v_q is in [0, 1], but for `tool_calls` and `tool_cost`."""
 
     type: Literal["process"] = "process"
     costs: Mapping[Signal, float] = {"tool_error": 0.05, "format_error": 0.05, "language_mix": 0.05}
