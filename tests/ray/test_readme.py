@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT, blocks, commands
 pytestmark = pytest.mark.ray
 
 RUNNER = """
-import json, sys
+import json, shutil, sys
 from pathlib import Path
 from flexmarl.cli import main
 
@@ -28,9 +28,10 @@ for words in json.load(sys.stdin):
     try:
         main()
     except SystemExit as end:
-        assert not end.code, (words, end.code)
+        missing = 2 if words[0] == "sandbox" and not shutil.which("bwrap") else None
+        assert end.code in (0, None, missing), (words, end.code)
 """
-"""Runs commands one after the other. RUN is the run that was begun last, and OTHER the one before it."""
+"""Runs commands one after the other; without bubblewrap, those that need it are refused. RUN is the run that was begun last, and OTHER the one before it."""
 SMALLER = {
     "examples/math_team/cpu.yaml": [
         *("steps=1", "batch.groups=4", "cluster={backend: inline, threads: 1}"),
