@@ -31,7 +31,9 @@ for words in json.load(sys.stdin):
         missing = 2 if words[0] == "sandbox" and not shutil.which("bwrap") else None
         assert end.code in (0, None, missing), (words, end.code)
 """
-"""Runs commands one after the other; without bubblewrap, those that need it are refused. RUN is the run that was begun last, and OTHER the one before it."""
+"""Runs commands one after the other. RUN is the run that was begun last, and OTHER the one before it.
+
+Without bubblewrap, the commands that need it are refused."""
 SMALLER = {
     "examples/math_team/cpu.yaml": [
         *("steps=1", "batch.groups=4", "cluster={backend: inline, threads: 1}"),

@@ -181,7 +181,9 @@ class Overlong(AddedTerm):
         return min(max((num_tokens - (self.max_tokens - self.buffer)) / self.buffer, 0.0), 1.0)
 
 
-Signal = Literal["tool_error", "format_error", "language_mix", "bad_tool_calls", "dropped_tool_calls", "tool_calls", "tool_cost"]
+Signal = Literal[
+    "tool_error", "format_error", "language_mix", "bad_tool_calls", "dropped_tool_calls", "tool_calls", "tool_cost"
+]
 
 
 class Process(AddedTerm):
