@@ -2,7 +2,7 @@
 
 next_move   decides what follows a piece of text: more generation, a tool call, or the end of the reply
 PARSERS     the table of parsers for a final text, each text -> value; None if the text holds no value
-found       makes the signals of one call, from that call alone: a number in [0, 1] for each fault, and what its tools did
+found       makes the signals of one call, from that call alone: a number in [0, 1] for each fault, and its tool calls
 
     tool_error          a tool call could not be read, named an unknown tool, had wrong arguments, or was refused by the
                         tool

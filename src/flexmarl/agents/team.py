@@ -134,7 +134,7 @@ class Team:
         return dict(self._ledger.untrained)
 
     def signals(self) -> dict[SampleId, Mapping[str, float]]:
-        """The signals found in every turn so far: `tool_error`, `format_error` ... in [0, 1], `tool_calls` and `tool_cost`."""
+        """The signals found in every turn so far: `tool_error` ... in [0, 1], `tool_calls` and `tool_cost`."""
         return self._ledger.signals()
 
 

@@ -286,7 +286,7 @@ class Episode:
     parts: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
     """The parts that a turn's reward adds up from, by name; `outcome` unless the workflow named another."""
     signals: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
-    """The signals found in each turn, each in [0, 1] but for `tool_calls` and `tool_cost`: `tool_error`, `format_error` ..."""
+    """The signals found in each turn, `tool_error` ... in [0, 1], `tool_calls` and `tool_cost`."""
     untrained: Mapping[SampleId, str] = field(default_factory=dict)
     """Calls with sampled tokens that are no turns, because nobody read their answers; each with the reason."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -187,7 +187,7 @@ Signal = Literal[
 
 
 class Process(AddedTerm):
-    """-min(c_max, sum of c_q v_q) over the signals found in the call itself. v_q is in [0, 1], but for `tool_calls` and `tool_cost`."""
+    """-min(c_max, sum of c_q v_q) over the signals found in the call itself. v_q is in [0, 1], or a number of calls or their cost."""
 
     type: Literal["process"] = "process"
     costs: Mapping[Signal, float] = {"tool_error": 0.05, "format_error": 0.05, "language_mix": 0.05}

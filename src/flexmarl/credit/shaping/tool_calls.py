@@ -1,4 +1,4 @@
-"""Decides rewards by the number of tool calls: OTC (Wang et al., arXiv 2504.14870), a success with fewer calls pays more.
+"""Decides rewards by the number of tool calls: OTC (arXiv 2504.14870), where a success with fewer calls pays more.
 
 In the formulas m is the number of tool calls that an agent ran in an episode, and n the least m among its successes in
 the task.
@@ -22,8 +22,8 @@ class Otc(OutcomeTerm):
     compared with the fewest that were enough: r_tool = sin(f pi / (2 n)) with f = 2 m n / (m + n), and
     r_tool = cos(m pi / (2 m + c)) if n = 0. It is 1 at m = n. r_tool is in (0, 1], so a success stays above 0.
 
-    Outcomes that are not positive become alpha r: a punishment does not shrink with calls. n is that of the group, where
-    the paper keeps the least of all earlier groups of a task, too; the two agree where no task is played twice.
+    Outcomes that are not positive become alpha r: a punishment does not shrink with calls. n is that of the group. The
+    paper keeps the least of all earlier groups of a task, too; the two agree where no task is played twice.
     """
 
     type: Literal["otc"] = "otc"
