@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.credit.shaping import shape
-from flexmarl.credit.shaping.tool_calls import Otc
+from flexmarl.credit.shaping.bonuses import Otc
 from flexmarl.testing.credit import check_term, credit_row
 
 EPISODES = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.integers(0, 6)), min_size=1, max_size=8)

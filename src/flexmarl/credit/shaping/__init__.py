@@ -27,7 +27,7 @@ BUILT_IN = {
     "tree": "flexmarl.credit.shaping.chains:Tree",
     "learnability": "flexmarl.credit.shaping.bonuses:Learnability",
     "overlong": "flexmarl.credit.shaping.bonuses:Overlong",
-    "otc": "flexmarl.credit.shaping.tool_calls:Otc",
+    "otc": "flexmarl.credit.shaping.bonuses:Otc",
     "potential": "flexmarl.credit.shaping.outcomes:Potential",
     "process": "flexmarl.credit.shaping.bonuses:Process",
     "completion_time": "flexmarl.credit.shaping.bonuses:CompletionTime",
