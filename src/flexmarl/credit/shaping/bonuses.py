@@ -189,7 +189,7 @@ Signal = Literal[
 
 
 class Process(AddedTerm):
-    """-min(c_max, sum of c_q v_q) over the signals found in the call itself: shares, a number of calls, or their cost."""
+    """-min(c_max, sum of c_q v_q) over the signals found in the call itself: shares, a number of calls, a cost."""
 
     type: Literal["process"] = "process"
     costs: Mapping[Signal, float] = {"tool_error": 0.05, "format_error": 0.05, "language_mix": 0.05}
