@@ -7,6 +7,8 @@ JOBS ?= 3
 # Random runs that break, and how often each kind of fault must be witnessed in them.
 SEEDS ?= 0:10000,40000:45000
 LEAST ?= 300
+# Where deep tests are looked for.
+DEEP ?= tests
 
 # What the Python of a GPU machine may lack, brought along: `make gpu` never downloads.
 WHEELS := .wheels
@@ -16,7 +18,7 @@ GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platf
 GPU_JSON ?= gpu.json
 
 .PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras test-vllm \
-	check bench gpu gpu-wheels docs clean
+	check lint bench gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,7 +55,7 @@ PROCESSES := tests/processes tests/ray
 SANDBOX := tests/sandbox
 
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
-test test-processes test-sandbox test-deep test-extras test-vllm check: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-sandbox test-deep test-extras test-vllm check lint: export PYTHONDONTWRITEBYTECODE =
 
 test: install-dev  ## all tests but those of the next four targets, in JOBS processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras tests/vllm)
@@ -67,14 +69,14 @@ test-sandbox: install-dev  ## attacks on the sandbox as root and as a plain user
 test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEEDS, LEAST), deep tests (half an hour)
 	$(BIN)/python -m flexmarl.testing.faults --mutations --jobs $(JOBS)
 	$(BIN)/python -m flexmarl.testing.faults --seeds $(SEEDS) --least $(LEAST) --jobs $(JOBS)
-	$(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadgroup $(DEEP)
 
 $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-extras.lock
 	@touch $@
 
 test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (a minute)
-	$(BIN)/python -m pytest tests/extras
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/extras
 
 VLLM := .venv-vllm
 
@@ -88,13 +90,15 @@ $(VLLM)/.installed: requirements-vllm.lock pyproject.toml
 test-vllm: $(VLLM)/.installed  ## engines and a team on a real vLLM, on the CPU, in an environment of its own (some minutes)
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest tests/vllm
 
-check: install-dev  ## style, types, import direction, docs
+check: lint  ## style, types, import direction, docs
+	$(BIN)/python -m pytest tests/docs
+
+lint: install-dev  ## all of `make check` but the docs, which `make test` has too
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python checks/house.py
-	$(BIN)/python -m pytest tests/docs
 
 $(VENV)/.installed-bench: $(VENV)/.installed requirements-bench.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-bench.lock

@@ -9,14 +9,14 @@ from tests.odd_run import SIGTERM_S, OddRun
 from tests.odd_workflows import ODDITIES
 
 KINDS = tuple(ODDITIES)
-BRIEF = "rollout.episode_timeout_s=40"
-"""Of a run of 400 episodes at once, which a busy machine plays in 15 s."""
+TIMEOUT = "rollout.episode_timeout_s={}"
 THREADS = {"leaves_a_thread", "waits_for_a_thread"}
 """Kinds at whose end the interpreter waits, which a fork leaves in another way."""
 
 
 def test_a_run_in_which_every_seventh_episode_is_odd_ends_and_loses_no_other(small_run: Path, tmp_path: Path) -> None:
-    with OddRun(small_run, tmp_path, KINDS, BRIEF) as run:
+    patience = TIMEOUT.format(40)  # A busy machine needs 15 s for 400 episodes at once.
+    with OddRun(small_run, tmp_path, KINDS, patience) as run:
         run.check_ended_well()
 
 
@@ -45,7 +45,7 @@ def test_sigterm_ends_a_run_whose_workflow_never_awaits_and_says_where_it_stood(
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_any_odd_workflow_ends_and_loses_no_other(small_run: Path, tmp_path: Path, kind: str) -> None:
-    with OddRun(small_run, tmp_path, [kind] * 2, BRIEF, forked=kind not in THREADS) as run:
+    with OddRun(small_run, tmp_path, [kind] * 2, TIMEOUT.format(15), forked=kind not in THREADS) as run:
         run.check_ended_well()
 
 

@@ -315,10 +315,12 @@ class InferencePool:
     def _lose_if_silent(self, call: Call) -> None:
         """Gives up the instance of a call that was aborted a grace period ago, if it still runs the call.
 
-        Otherwise every later call to the instance might wait as long.
+        Otherwise every later call to the instance might wait as long. A later call may have the same id: an episode
+        whose rollout worker was lost is played again.
         """
         instance = call.instance
-        if instance is not None and call.request.request_id in instance.running and self._awake.is_set():
+        runs = instance is not None and instance.running.get(call.request.request_id) == call.sent_at
+        if instance is not None and runs and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:

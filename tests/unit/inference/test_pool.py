@@ -91,6 +91,20 @@ def test_an_engine_that_keeps_what_its_caller_has_left_is_lost():
     run_virtual(scenario())
 
 
+def test_an_engine_that_answered_to_an_abort_is_not_lost_by_a_later_request_with_the_same_id():
+    async def scenario():
+        async with InferencePool({POLICY: [scripted()]}, PoolSettings(abort_grace_s=2.0)).open() as pool:
+            left = asyncio.create_task(pool.generate(request("r", max_tokens=10)))
+            await asyncio.sleep(1.5)
+            left.cancel()
+            await asyncio.sleep(1.0)
+            again = await pool.generate(request("r", max_tokens=5))
+            assert not pool.lost
+        assert text(again) == "abcde"
+
+    run_virtual(scenario())
+
+
 def test_cancelling_the_caller_aborts_its_request_and_no_other():
     async def scenario():
         engine = scripted()
