@@ -58,5 +58,3 @@ def checking(rng: random.Random) -> list[Message]:
 def told(role: str, heard: str) -> list[Message]:
     """The beginning of a conversation."""
     return [{"role": "system", "content": role}, {"role": "user", "content": heard}]
-
-
