@@ -33,6 +33,17 @@ async def echo(task, team):
         reply = await seat.act(task.prompt)
         seat.reward(sum(letter.isdigit() for letter in reply.text) / 8)
     team.report(success=sum(letter.isdigit() for letter in reply.text) / 8)
+
+
+@workflow("talk")
+async def talk(task, team):
+    """As echo, but each speaks twice; who has a memory goes on with its conversation."""
+    digits = 0
+    for seat in team:
+        texts = [(await seat.act(task.prompt)).text for _ in range(2)]
+        digits = sum(letter.isdigit() for text in texts for letter in text)
+        seat.reward(digits / 16)
+    team.report(success=digits / 16)
 '''
 
 CONFIG = """

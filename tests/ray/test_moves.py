@@ -1,113 +1,117 @@
-"""Instances that move between policies while they serve, each a process: nothing is lost, the bits stay the same."""
+"""Instances that move between policies under load, each a process on one of three nodes, while conversations go on."""
 
-import os
-import signal
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from flexmarl.analysis.decided_again import compare_decisions, recorded
+from flexmarl.assemble.blueprint import draw_up
 from flexmarl.assemble.commands import assemble_run
-from flexmarl.config import load_run
+from flexmarl.assemble.residents import STORE
+from flexmarl.assemble.simulation import modelled, simulate
+from flexmarl.config import RunSettings, load_run
+from flexmarl.events.event import Events
+from flexmarl.events.journal import read_run
 from flexmarl.events.run_events import ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
-from flexmarl.events.serving_events import InstanceLost, Moved
-from flexmarl.records import InstanceId, PolicyName, WorkerId
+from flexmarl.events.serving_events import BalanceDecided, Called, InstanceLost, Moved, MoveFailed
+from flexmarl.experience.turn_rows import TURN_COLUMNS
+from flexmarl.inference.scaling import Move
+from flexmarl.records import CONTROLLER, PolicyName
+from flexmarl.simulator.modelled_store import SimulatedStore
+from flexmarl.simulator.virtual_time import run_virtual
 from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.conftest import Nodes
+from tests.ray.served import assert_moves_are_shown, assert_same_turns, assert_served_once, turns_of
 
 pytestmark = pytest.mark.ray
 
 STEPS = 3
 OVERRIDES = [
     *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 6, episodes: 6}"),
-    *("rollout={inter_query: 6, intra_query: 6}", "evaluate.tasks=0"),
-    "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 90}}",
+    *("rollout={inter_query: 6, intra_query: 6}", "evaluate.tasks=0", "team.workflow.name=talk"),
+    "team.agents.solver.sampling.max_tokens=24",
+    "team.agents.writer={policy: two, system: write, memory: full, sampling: {max_tokens: 60}}",
     "policies.one.instances=2",
-    "policies.one.engine={type: embedded, slots: 4, max_len: 128}",
-    "policies.two={model: model, instances: 1, engine: {type: embedded, slots: 4, max_len: 128}, "
+    "policies.one.engine={type: embedded, slots: 4, max_len: 192}",
+    "policies.two={model: model, instances: 1, engine: {type: embedded, slots: 4, max_len: 192}, "
     "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
 ]
-"""The writer's replies take ten times as long as the solver's, and its policy has half as many instances."""
-
-
-BALANCED = ["cluster.backend=ray", "balance={rule: drain_time, poll_s: 0.1}"]
-
-
-@pytest.fixture(scope="module")
-def still(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Left:
-    """The same run in one process, without moves."""
-    run = assemble_run(load_run(small_run, [*OVERRIDES, f"out={tmp_path_factory.mktemp('inline')}"]))
-    run.train(Console(quiet=True))
-    return Left(run.folder)
-
-
-class Balanced:
-    """A run whose instances move, in a process of its own."""
-
-    def __init__(self, config: Path, folder: Path, temp: Path) -> None:
-        self._folder = folder
-        self.child = Child("train", config, *OVERRIDES, *BALANCED, f"out={folder}", cwd=folder, temp=temp)
-
-    def wait_for(self, text: str) -> None:
-        """Until the text is in the journal."""
-        assert self.child.wait_for(lambda: text in self._journal()), self.child.stderr
-
-    def finish(self) -> Left:
-        assert self.child.wait() == 0, self.child.stderr
-        self.child.wait_until_gone()
-        return self.run
-
-    @property
-    def run(self) -> Left:
-        (path,) = self._folder.glob("sums-*")
-        return Left(path)
-
-    def _journal(self) -> str:
-        journals = [RunFolder(path).journal for path in self._folder.glob("sums-*")]
-        return "".join(path.read_text() for path in journals if path.exists())
+"""The writer has twice the solver's work, a memory of its first reply, and half as many instances."""
 
 
 @pytest.fixture
-def balanced(small_run: Path, tmp_path: Path, short_root: Path) -> Iterator[Balanced]:
-    """A run that has begun; what a failed test leaves of it is ended."""
-    run = Balanced(small_run, tmp_path, short_root)
-    yield run
-    run.child.close()
+def child(small_run: Path, shared_nodes: Nodes, tmp_path: Path, short_root: Path) -> Iterator[Child]:
+    """A run whose instances move, on three nodes, in a process of its own; what a failed test leaves of it is ended."""
+    on_nodes = ["cluster.backend=ray", f"cluster.address={shared_nodes.address}", f"out={tmp_path}"]
+    moves = "balance={rule: drain_time, poll_s: 0.1, move_s: 0.1}"
+    child = Child("train", small_run, *OVERRIDES, *on_nodes, moves, cwd=tmp_path, temp=short_root)
+    yield child
+    child.close()
 
 
-def test_moves_of_real_instances_lose_and_change_nothing(still: Left, balanced: Balanced) -> None:
-    moving = balanced.finish()
-    assert_same(still, moving, steps=STEPS)
-    moves = moving.events(Moved)
+def test_moves_of_real_instances_under_load_lose_nothing_and_change_no_bit(
+    small_run: Path, child: Child, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same run in one process without moves has the same turns, the same credit and the same weights."""
+    alone = assemble_run(load_run(small_run, [*OVERRIDES, f"out={tmp_path_factory.mktemp('inline')}"]))
+    alone.train(Console(quiet=True))
+    still = Left(alone.folder)
+    assert child.wait() == 0, child.stderr
+    (path,) = tmp_path.glob("sums-*")
+    run = Left(path)
+    assert_same(still, run, steps=STEPS)
+    assert_same_turns(still, run)
+    assert_served_once(run)
+    moves = assert_moves_are_shown(run)
     assert {move.to for move in moves} == {"one", "two"}, "witness: instances have moved there and back"
-    assert all(move.because and move.seconds > 0 and move.expected_s > 0 for move in moves)
-    assert not moving.events(InstanceLost, WorkerLost)
+    assert any(call.kept_tokens for call in run.events(Called)), "witness: a reply went on at another instance"
+    rows = turns_of(run).values()
+    assert sum(bool(row.values.get("parent")) for row in rows) == len(rows) / 4, "witness: conversations went on"
+    assert {event.node for event in run.events(ProcessStarted)} == {"head", "left", "right"}
+    assert not run.events(InstanceLost, WorkerLost, MoveFailed)
+    costs = "{default: {origin: a test, engine: {slots: 4, decode_s: 0.01}}}"
+    as_modelled = f"simulation={{nodes: 3, recorded: {path}, costs: {costs}}}"
+    settings = load_run(RunFolder(path).config, ["cluster.backend=simulated", as_modelled, f"out={tmp_path}"])
+    assert_decided_as_simulated(run, settings)
+    assert_placed_as_simulated(run, settings)
 
 
-def test_a_process_that_dies_after_it_has_moved_is_lost_by_its_new_policy(still: Left, balanced: Balanced) -> None:
-    balanced.wait_for('"event":"moved"')
-    move = balanced.run.events(Moved)[0]
-    os.kill(process_of(balanced.run, move.instance), signal.SIGKILL)
-    run = balanced.finish()
-    assert_same(still, run, steps=STEPS)
-    (lost,) = run.events(WorkerLost)
-    assert lost.process == WorkerId.engine(move.instance), "processes keep their names"
-    (gone,) = run.events(InstanceLost)
-    assert gone.instance in {one.became for one in run.events(Moved)}
+def assert_decided_as_simulated(run: Left, settings: RunSettings) -> None:
+    """From the loads that it recorded, the run's decisions are those of a simulation of its config, in every word."""
+    for journal in (run.journal, read_run(RunFolder(simulate(settings)).journal)):
+        decisions = compare_decisions(journal, settings.balance)
+        assert {*decisions} == {"drain_time", "as_configured"}
+        assert not any(one.first for one in decisions.values())
+    decided = [move for event in run.events(BalanceDecided) for move in recorded(event).moves]
+    made = [Move(event.instance, event.to, event.because) for event in run.events(Moved)]
+    assert sorted(decided, key=str) == sorted(made, key=str)
 
 
-def test_a_process_that_dies_while_it_serves_under_moves_loses_no_request(still: Left, balanced: Balanced) -> None:
-    balanced.wait_for('"event":"step_started"')
-    time.sleep(0.3)  # The first moves are being decided, or are under way.
-    os.kill(process_of(balanced.run, InstanceId(PolicyName("one"), 0)), signal.SIGKILL)
-    run = balanced.finish()
-    assert_same(still, run, steps=STEPS)
-    assert len(run.events(WorkerLost)) == 1
+def assert_placed_as_simulated(run: Left, settings: RunSettings) -> None:
+    """A simulation with as many nodes gives every resident the node that it had, if the store's service has its own."""
+    places = {event.process: event.node for event in run.events(ProcessStarted) if event.process != CONTROLLER}
+    names = [*places]
+    assert names[0] == STORE
+    blueprint = draw_up(settings)
+    store = SimulatedStore(agents=list(blueprint.team.agents), columns=TURN_COLUMNS)
+    residents = modelled(settings, blueprint.team, store)
 
+    async def placed() -> list[str]:
+        async with residents.cluster(len(places), Events()) as cluster:
+            service = replace(residents.trainer(PolicyName("one")), name=STORE, node=cluster.nodes[0].name)
+            specs = [
+                residents.engine(name.instance.policy, name.instance)
+                if name.kind == "engine"
+                else residents.trainer(PolicyName(name.policy))
+                for name in names[1:]
+            ]
+            spawned = [*await cluster.spawn([service]), *await cluster.spawn(specs)]
+            assert [resident.name for resident in spawned] == names
+            return [resident.place.node for resident in spawned]
 
-def process_of(run: Left, instance: InstanceId) -> int:
-    """The process that had an instance at the beginning."""
-    name = WorkerId.engine(instance)
-    return next(started.pid for started in run.events(ProcessStarted) if started.process == name)
+    as_real = {f"simulated-{number}": name for number, name in enumerate(("head", "left", "right"))}
+    assert [as_real[node] for node in run_virtual(placed())] == [*places.values()]

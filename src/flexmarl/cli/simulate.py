@@ -50,6 +50,15 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    loads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_FOLDER",
+            help="Play nothing: from the loads that this run recorded, decide again which instances move. Its own "
+            "config decides, with the settings given, e.g. balance.rule=queue_gap.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="The same as steps=N.", show_default=False)] = None,
 ) -> None:
     """Simulate the run that CONFIG describes: no model is loaded, no device is used, and no cluster is asked.
@@ -61,14 +70,16 @@ def simulate(
     overrides = [argument for argument in arguments or () if Path(argument) not in configs]
     if steps is not None:
         overrides.append(f"steps={steps}")
-    if (compare, bool(sweep), fit is not None).count(True) > 1:
-        raise ConfigError("--compare, --sweep and --fit exclude each other; give one of them")
-    if faults is not None and (compare or sweep or fit is not None):
-        raise ConfigError("--faults is for one CONFIG; leave out --compare, --sweep and --fit")
+    if (compare, bool(sweep), fit is not None, loads is not None).count(True) > 1:
+        raise ConfigError("--compare, --sweep, --fit and --loads exclude each other; give one of them")
+    if faults is not None and (compare or sweep or fit is not None or loads is not None):
+        raise ConfigError("--faults is for one CONFIG; leave out --compare, --sweep, --fit and --loads")
     console = SafeConsole()
     with ignoring_hangup():
         if fit is not None:
             _fit(console, fit, configs, overrides)
+        elif loads is not None:
+            _loads(console, loads, configs, overrides)
         elif compare:
             _compare(console, configs, overrides)
         elif len(configs) != 1:
@@ -87,6 +98,19 @@ def _one(console: Console, config: Path, overrides: list[str], faults: Path | No
     simulations.show(outcome, console)
     if plan is not None:
         console.print(simulations.witness_table(outcome, plan))
+
+
+def _loads(console: Console, recorded: Path, configs: list[Path], overrides: list[str]) -> None:
+    if configs:
+        raise ConfigError(f"--loads takes the config of {recorded} itself, got {configs[0]} with it; leave it out")
+    _, folder = load_run_folder(recorded)
+    with working(LOADING):
+        settings = simulations.load(folder.config, overrides)
+    found = simulations.decisions(folder, settings)
+    console.print(simulations.decisions_table(found))
+    for rule, one in found.items():
+        if one.first:
+            console.print(f"{rule}, the first that differs, {one.first}", soft_wrap=True)
 
 
 def _compare(console: Console, configs: list[Path], overrides: list[str]) -> None:

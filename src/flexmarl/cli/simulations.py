@@ -15,6 +15,7 @@ from rich.table import Table
 
 from flexmarl.analysis.bound import bounds_of, mean_bound
 from flexmarl.analysis.costs import costs_of
+from flexmarl.analysis.decided_again import DecisionCounts, compare_decisions
 from flexmarl.analysis.facts import Facts, read_facts
 from flexmarl.analysis.figures import Pools, SimulationReport, report_of
 from flexmarl.analysis.fit import Fit, fit_costs, fit_tools
@@ -136,6 +137,25 @@ def witness_table(outcome: SimulatedRun, plan: FaultPlan) -> Table:
     table = Table("fault", "planned", "struck", "noticed", box=box.SIMPLE_HEAD)
     for kind, times in Counter(fault.kind for fault in plan.faults).items():
         table.add_row(kind, str(times), str(struck[kind]), str(noticed[kind]))
+    return table
+
+
+def decisions(folder: RunFolder, settings: RunSettings) -> Mapping[str, DecisionCounts]:
+    """Decides again what a run's balancer decided. Raises ConfigError if its journal has no decision."""
+    found = compare_decisions(read_run(folder.journal), settings.balance)
+    if not found:
+        raise ConfigError(
+            f"--loads: the journal of '{folder.path}' has no `balance_decided`, so there is nothing to decide again; "
+            "give a run with balance.rule or balance.grow whose requests had to wait"
+        )
+    return found
+
+
+def decisions_table(found: Mapping[str, DecisionCounts]) -> Table:
+    """Returns a table of a run's decisions, by its rule, and of those that come out the same."""
+    table = Table("rule of the run", "decisions", "the same", "moves", "moves again", box=box.SIMPLE_HEAD)
+    for rule, one in found.items():
+        table.add_row(rule, *map(str, (one.decisions, one.same, one.moves["run"], one.moves["again"])))
     return table
 
 

@@ -4,8 +4,8 @@ In: nothing. Out: the types that journal, monitor, balance and laws read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from flexmarl.events.event import Event, Timed
 from flexmarl.records.episode import FinishReason, Purpose
@@ -125,6 +125,30 @@ class MoveFailed(Event):
     """The instance."""
     to: PolicyName
     """The policy that it was meant to serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceDecided(Event):
+    """The balancer decided: with loads that have changed and requests that wait, or at the end of a rollout.
+
+    The line has all inputs of the decision, so that `flexmarl simulate --loads` can decide again.
+    """
+
+    name: ClassVar[str] = "balance_decided"
+    rule: str
+    """`balance.rule` for the queues, `balance.start` at the end of a rollout, `grow` for a further instance."""
+    loads: Mapping[PolicyName, Any]
+    """By policy, the fields of a `PolicyLoad` (inference/scaling.py)."""
+    move_s: float = 0.0
+    """Seconds that a move was expected to take."""
+    basis: Mapping[PolicyName, float] = field(default_factory=dict)
+    """At the end of a rollout, by policy: configured instances, or seconds of work per step."""
+    room: tuple[PolicyName, ...] = ()
+    """For `grow`, the policies whose instances had room."""
+    moves: tuple[Mapping[str, Any], ...] = ()
+    """The moves that were decided: instance, target and reason of each."""
+    grows: str = ""
+    """The policy that got a further instance; empty if none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

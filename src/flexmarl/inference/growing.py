@@ -18,6 +18,10 @@ LEAST_GAIN = 0.05
 """Least share of the drain time that a new instance must save, as for moves: less is chance."""
 
 
+GROW = "grow"
+"""Name of this rule in the journal's `balance_decided`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
     """The decision that a policy gets one more instance, and why."""

@@ -367,3 +367,10 @@ RULES: Mapping[str, Callable[[BalanceSettings], BalanceRule]] = {
     "drain_time": lambda settings: DrainTime(),
 }
 """The balancing rules, by the values of `balance.rule`."""
+STARTS: Mapping[str, Callable[[Mapping[PolicyName, float], Loads], Sequence[Move]]] = {
+    "as_configured": lambda configured, loads: moves_back(
+        {policy: int(count) for policy, count in configured.items()}, loads
+    ),
+    "by_share": start_moves,
+}
+"""The rules for the end of a rollout, by the values of `balance.start`, and the basis that each takes."""

@@ -6,7 +6,8 @@
 
 consumes    the load of every policy; tokens and seconds of its answered calls
 waits for   requests to be under way, then balance.poll_s; the moves of the look before; an awake pool
-produces    moves of instances to other policies, and further instances; the reason of each is in the journal
+produces    moves of instances to other policies, and further instances; the reason of each is in the journal, and the
+            loads that it was decided from
 unblocked by requests; it sleeps while there are none. If a move fails, the pool replaces a lost instance. If a further
             instance does not start, its policy gets none until the next step
 """
@@ -18,22 +19,34 @@ from dataclasses import dataclass
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
 from flexmarl.events.notices import StepPlayed
-from flexmarl.events.serving_events import Called, GrowthFailed, InstanceGrown, InstanceReplaced, Moved, MoveFailed
-from flexmarl.inference.growing import Growth, growth
+from flexmarl.events.serving_events import (
+    BalanceDecided,
+    Called,
+    GrowthFailed,
+    InstanceGrown,
+    InstanceReplaced,
+    Moved,
+    MoveFailed,
+)
+from flexmarl.inference.growing import GROW, Growth, growth
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.scaling import (
+    STARTS,
     BalanceRule,
     Demand,
     Expectation,
     Loads,
     Move,
     PolicyLoad,
-    moves_back,
     seconds_of,
-    start_moves,
 )
 from flexmarl.inference.settings import BalanceSettings
 from flexmarl.records import InstanceId, PolicyName
+
+
+def in_words(moves: Sequence[Move]) -> tuple[Mapping[str, str], ...]:
+    """The moves as `balance_decided` has them."""
+    return tuple({"instance": move.instance, "to": move.to, "because": move.because} for move in moves)
 
 
 @dataclass(slots=True)
@@ -105,22 +118,35 @@ class Balancer:
             self._rollout_ended.set()
 
     async def _watch_queues(self) -> None:
+        before: Loads = {}
         while True:
             await self._pool.until_asked()
             await asyncio.sleep(self._settings.poll_s)
             async with self._moving:
-                await self._make(self._rule.decide(self._loads(), move_s=self._swap_s))
+                loads, move_s = self._loads(), self._swap_s
+                moves = self._rule.decide(loads, move_s=move_s)
+                if moves or (loads != before and any(load.waiting for load in loads.values())):
+                    rule = self._settings.rule
+                    self._events.emit(BalanceDecided(rule=rule, loads=loads, move_s=move_s, moves=in_words(moves)))
+                before = loads
+                await self._make(moves)
 
     async def _watch_room(self, tasks: asyncio.TaskGroup) -> None:
         """Starts further instances in `tasks`, at most one per look. Those that are starting count in the next look."""
+        before: Loads = {}
         while True:
             await self._pool.until_asked()
             await asyncio.sleep(self._settings.poll_s)
             await self._pool.until_awake()
             loads = self._loads()
             room = [policy for policy in loads if policy not in self._stuck and self._pool.has_room(policy)]
-            if decided := growth(loads, room=room):
+            decided = growth(loads, room=room)
+            if decided or (room and loads != before and any(load.waiting for load in loads.values())):
+                grows = decided.policy if decided else ""
+                self._events.emit(BalanceDecided(rule=GROW, loads=loads, room=tuple(room), grows=grows))
+            if decided:
                 tasks.create_task(self._grow(decided), name=f"balance/grow-{decided.policy}")
+            before = loads
 
     async def _watch_rollouts(self) -> None:
         while True:
@@ -131,9 +157,11 @@ class Balancer:
                 await self._make(self._start_moves())
 
     def _start_moves(self) -> Sequence[Move]:
-        if self._settings.start == "by_share":
-            return start_moves(self._demand.work, self._loads())
-        return moves_back(self._configured, self._loads())
+        rule, loads = self._settings.start, self._loads()
+        basis = self._demand.work if rule == "by_share" else self._configured
+        moves = STARTS[rule](basis, loads)
+        self._events.emit(BalanceDecided(rule=rule, loads=loads, basis=basis, moves=in_words(moves)))
+        return moves
 
     async def _make(self, moves: Sequence[Move]) -> None:
         """Makes the moves in parallel. A move that fails does not stop the others."""

@@ -73,6 +73,23 @@ def test_a_run_is_simulated_whatever_its_backend_is(config: Path) -> None:
     assert said(config, "steps=1").count("utilisation") == 1
 
 
+def test_the_loads_of_a_run_decide_its_moves_again_and_other_rules_decide_otherwise(config: Path) -> None:
+    crowded = ["policies.planner.instances=3", "rollout={inter_query: 3, intra_query: 4}", "pool.max_running=1"]
+    folder = said(config, "balance={rule: drain_time, poll_s: 0.2, move_s: 0.1}", *crowded).splitlines()[-1]
+    rows = [line.split() for line in said("--loads", folder).splitlines()]
+    _, decisions, same, moves, again = next(row for row in rows if row[:1] == ["drain_time"])
+    assert (decisions, moves) == (same, again)
+    assert int(moves) > 0, "witness: instances have moved"
+    text = said("--loads", folder, "balance.rule=none")
+    assert "drain_time, the first that differs, at" in text
+    assert "again: nothing" in text
+    with pytest.raises(ConfigError, match=r"--loads takes the config of .* itself, got"):
+        said("--loads", folder, config)
+    still = said(config, "steps=1").splitlines()[-1]
+    with pytest.raises(ConfigError, match="has no `balance_decided`"):
+        said("--loads", still)
+
+
 def test_another_world_is_an_error_that_names_the_key(config: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.backend=ray: `simulate` sets cluster\.backend=simulated"):
         said(config, "cluster.backend=ray")
