@@ -67,6 +67,7 @@ class LoadGauge(StatLoggerBase):
         self.waiting = 0
         self.kv_use = 0.0
         self.preempted = 0
+        self.computed = 0
 
     def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
         """Called by vLLM after each step."""
@@ -75,6 +76,7 @@ class LoadGauge(StatLoggerBase):
             self.kv_use = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.preempted += iteration_stats.num_preempted_reqs
+            self.computed += iteration_stats.prompt_token_stats.computed
 
     def log_engine_initialized(self) -> None:
         """Says nothing."""
@@ -160,6 +162,7 @@ class VllmEngine:
             kv_use=self._gauge.kv_use,
             preempted=self._gauge.preempted,
             generated_tokens=self._generated,
+            prompt_tokens=self._gauge.computed,
             version=self._versions.newest(self._policy).version,
         )
 
