@@ -79,6 +79,8 @@ test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs o
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/extras
 
 VLLM := .venv-vllm
+# Options of pytest, e.g. VLLM_OPTIONS="-m core": the contract, log-probabilities against the trainer, one team.
+VLLM_OPTIONS ?=
 
 $(VLLM)/.installed: requirements-vllm.lock pyproject.toml
 	@echo "Installing vLLM for CPUs into $(VLLM): about 3 GB, some minutes."
@@ -88,7 +90,7 @@ $(VLLM)/.installed: requirements-vllm.lock pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/.installed  ## engines and a team on a real vLLM, on the CPU, in an environment of its own (some minutes)
-	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest tests/vllm
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python -m pytest tests/vllm $(VLLM_OPTIONS)
 
 check: lint  ## style, types, import direction, docs
 	$(BIN)/python -m pytest tests/docs

@@ -91,6 +91,7 @@ def test_every_benchmark_has_its_place_on_the_page() -> None:
         "character_model.py",
         "dispatch_team.py",
         "tree_workloads.py",
+        "vllm_beside.py",
     }
     assert scripts <= {Path(words[0]).name for page, words in arguments("python") if page == "docs/benchmarks.md"}
     assert "benchmarks" in " ".join(links("docs/benchmarks.md"))

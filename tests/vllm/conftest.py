@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError
 from flexmarl.inference.interface import EngineParts, make_engine
-from flexmarl.inference.settings import VllmSettings
+from flexmarl.inference.settings import AdapterRoom, VllmSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import Checksum, canary_key, weights_key
+from flexmarl.objects.interface import Checksum, PublishedAdapter, canary_key, checksum, weights_key
 from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Sampling, Version
 
 # `make test-vllm` has an environment of its own; elsewhere these tests are not collected.
@@ -27,9 +27,10 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 # Processes of vLLM on few cores wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-POLICY = PolicyName("solver")
+POLICY, OTHER = PolicyName("solver"), PolicyName("verifier")
 SIZE = 96
 SETTINGS = VllmSettings(max_len=256, slots=32, kv_gib=0.25, options={"block_size": 32})
+ADAPTED = SETTINGS.model_copy(update={"adapters": AdapterRoom(slots=2, max_rank=4)})
 
 
 def letters(ids: Sequence[int]) -> str:
@@ -63,10 +64,17 @@ def logprobs_of(model: torch.nn.Module, ids: Sequence[int]) -> np.ndarray:
     return torch.log_softmax(logits.float(), -1).gather(-1, whole[1:, None])[:, 0].numpy()
 
 
-def ask(name: str, *, prompt: Sequence[int] = (1, 2, 3), seed: int = 1, **sampling: Any) -> GenerationRequest:
+def ask(
+    name: str,
+    *,
+    prompt: Sequence[int] = (1, 2, 3),
+    seed: int = 1,
+    policy: PolicyName = POLICY,
+    **sampling: Any,
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
-        policy=POLICY,
+        policy=policy,
         prompt_ids=np.asarray(prompt, np.int32),
         sampling=Sampling(**sampling),
         seed=seed,
@@ -124,8 +132,50 @@ class OneOfMany:
         await self._engine.abort(list(self._asked))
 
 
+@dataclass
+class ServedAdapters(Served):
+    """A live engine of two policies on the model of seed 0, each with an adapter and two versions side by side."""
+
+    merged: dict[tuple[PolicyName, int], LlamaForCausalLM] = field(default_factory=dict)
+    """The model that each published adapter makes of the base."""
+
+    async def publish_adapter(
+        self, version: int, *, policy: PolicyName = POLICY, rank: int = 4, canary: bool = True
+    ) -> Checksum:
+        """Publishes an adapter as trainers do, with the canary of the merged model, or with that of the base."""
+        base, merged = tied_model(0), tied_model(0)
+        torch.manual_seed(1000 * version + len(policy))
+        layers, scaling = dict[str, tuple[torch.Tensor, torch.Tensor]](), 0.7
+        for name, linear in merged.named_modules():
+            if isinstance(linear, torch.nn.Linear) and name != "lm_head":
+                a, b = torch.randn(rank, linear.in_features) * 0.3, torch.randn(linear.out_features, rank) * 0.1
+                layers[name] = a, b
+                with torch.no_grad():
+                    linear.weight += scaling * b @ a
+        self.merged[policy, version] = merged
+        ids = torch.arange(32) * 7919 % SIZE
+        logprobs = torch.from_numpy(logprobs_of(merged if canary else base, ids.tolist()))
+        of_base = checksum({name: tensor for name, tensor in base.state_dict().items() if name != "lm_head.weight"})
+        await self.store.set(canary_key(policy, Version(version)), {"ids": ids, "logprobs": logprobs})
+        tree = PublishedAdapter(layers, scaling, of_base).as_tree()
+        return (await self.store.set(weights_key(policy, Version(version)), tree)).checksum
+
+    async def load_next_adapter(self, policy: PolicyName = POLICY) -> int:
+        """Publishes and loads one more version; returns it."""
+        self.newest = max(self.newest, 10) + 1
+        held = await self.publish_adapter(self.newest, policy=policy)
+        assert await self.engine.load_weights(policy, Version(self.newest)) == held
+        return self.newest
+
+
 def serving(folder: Path) -> Iterator[Served]:
     """Starts an engine on the model of seed 0, and closes it."""
+    for runner, engine, store in running(folder, SETTINGS):
+        yield Served(runner, engine, store)
+
+
+def running(folder: Path, settings: VllmSettings, **changes: Any) -> Iterator[tuple[asyncio.Runner, Any, Any]]:
+    """A loop, an engine on the model of seed 0 and its store. `changes` are parts of the engine."""
     tied_model(0).save_pretrained(folder)
     store, thread = InlineObjectStore(), DeviceThread()
     parts = EngineParts(
@@ -135,14 +185,15 @@ def serving(folder: Path) -> Iterator[Served]:
         store=store,
         thread=thread,
         source=str(folder),
+        **changes,
     )
     with asyncio.Runner() as runner:
 
         async def start() -> Any:
-            return make_engine(SETTINGS, parts)
+            return make_engine(settings, parts)
 
         engine = runner.run(start())
-        yield Served(runner, engine, store)
+        yield runner, engine, store
         runner.run(engine.close())
     thread.close()
 
@@ -151,6 +202,13 @@ def serving(folder: Path) -> Iterator[Served]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine for all tests of a file, which may load further versions."""
     yield from serving(tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedAdapters]:
+    """An engine of two policies with adapters, for all tests of a file."""
+    for runner, engine, store in running(tmp_path_factory.mktemp("base"), ADAPTED, together=(OTHER,), versions=2):
+        yield ServedAdapters(runner, engine, store)
 
 
 @pytest.fixture

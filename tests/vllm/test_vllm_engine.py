@@ -30,6 +30,7 @@ def gap(served: Served, prompt: list[int], generation: Generation) -> float:
     return float(np.abs(expected - found).max())
 
 
+@pytest.mark.core
 def test_it_keeps_the_contract(served: Served) -> None:
     """One engine serves all clauses but the end of the engine itself, as a start takes a minute."""
 
@@ -42,6 +43,7 @@ def test_it_keeps_the_contract(served: Served) -> None:
     served.runner.run(check())
 
 
+@pytest.mark.core
 def test_log_probabilities_are_those_of_the_model_before_and_after_an_update(served: Served) -> None:
     async def check() -> None:
         prompt = list(range(1, 40))

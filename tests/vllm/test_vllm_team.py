@@ -71,12 +71,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_vllm_team(tmp_path_factory.mktemp("team"))
 
 
-def turns(run: Run) -> list[tuple[str, str, int, list[int], list[int], list[float]]]:
-    """Id, state, version, prompt, response and raw log-probabilities of every turn in the store."""
+def turns(run: Run, agent: str = "solver") -> list[tuple[str, str, int, list[int], list[int], list[float]]]:
+    """Id, state, version, prompt, response and raw log-probabilities of every turn of an agent in the store."""
     columns = "sample_id, state, policy_version, payload(prompt_ids), payload(response_ids), payload(raw_logprobs)"
     with read_store(RunFolder(run.folder).store) as store:
-        rows = store.query(f"SELECT {columns} FROM solver").rows
+        rows = store.query(f"SELECT {columns} FROM {agent}").rows
     return [(name, state, version, *map(json.loads, payloads)) for name, state, version, *payloads in rows]
+
+
+def core_of(engine_pid: int) -> psutil.Process:
+    """The process of vLLM's core, of an engine's process."""
+    children = psutil.Process(engine_pid).children(recursive=True)
+    return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
 
 
 def shared_memory() -> set[str]:
@@ -84,6 +90,7 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("psm_*")}
 
 
+@pytest.mark.core
 def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(config: Path) -> None:
     settings = flexmarl.load(config)
     run = flexmarl.train(settings, show=False)
@@ -118,9 +125,8 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
             engine_pid = event.pid
         if isinstance(event, Called) and next(calls) == 20:
             of_vllm.extend(psutil.Process(engine_pid).children(recursive=True))
-            core = next(child for child in of_vllm if "EngineCore" in " ".join(child.cmdline()))
-            killed.append(core.pid)
-            os.kill(core.pid, signal.SIGKILL)
+            killed.append(core_of(engine_pid).pid)
+            os.kill(killed[0], signal.SIGKILL)
 
     run = flexmarl.train(flexmarl.load(config, {"steps": 3}), on={Event: kill_the_core}, show=False)
     events = list(run.events())
@@ -132,6 +138,51 @@ def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled
     assert len({name for name, *_ in found}) == 3 * 16
     psutil.wait_procs(of_vllm)  # A process that stays makes the test hang, and fail.
     assert shared_memory() <= before
+
+
+def test_two_policies_train_adapters_on_one_instance_that_dies_once(config: Path) -> None:
+    """Level L2: one process serves both. Its core is killed, and one process comes in its place."""
+    calls, started, killed = itertools.count(), list[int](), list[psutil.Process]()
+
+    def kill_the_core(event: Event) -> None:
+        if isinstance(event, ProcessStarted) and event.process.startswith("engine/"):
+            started.append(event.pid)
+        if isinstance(event, Called) and next(calls) == 40:
+            killed.append(core_of(started[0]))
+            killed[0].kill()
+
+    engine = yaml.safe_load(config.read_text())["policies"]["one"]["engine"] | {"adapters": {"slots": 2, "max_rank": 4}}
+    policy = {
+        "model": "model",
+        "training": {"micro_batch": 16, "lora": {"rank": 4}, "optimizer": {"learning_rate": 0.1}},
+    }
+    overrides = {
+        "steps": 3,
+        "mode": "async",
+        "policies": {"one": policy | {"engine": engine}, "two": policy | {"serves_together": "one"}},
+        "team.agents.checker": {"policy": "two", "system": "check", "sampling": {"max_tokens": 8}},
+    }
+    run = flexmarl.train(flexmarl.load(config, overrides), on={Event: kill_the_core}, show=False)
+    events = list(run.events())
+    assert killed, "a core must have been killed"
+    assert len(started) == 2, "one engine must serve both policies, and one come in its place"
+    lost = [str(one.instance) for one in events if isinstance(one, InstanceLost)]
+    assert sorted(lost) == ["one/0", "two/0"]
+    assert len([one for one in events if isinstance(one, InstanceReplaced)]) == 2
+    model = AutoModelForCausalLM.from_pretrained(config.parent / "model").eval()
+    merged = {(policy, 0): model for policy in ("one", "two")}
+    for step in (1, 2):
+        for path in flexmarl.export(run, config.parent / f"step-{step}", which=step, form="merged"):
+            merged[path.name, step] = AutoModelForCausalLM.from_pretrained(path).eval()
+    for agent, policy in (("solver", "one"), ("checker", "two")):
+        found = turns(run, agent)
+        assert len({name for name, *_ in found}) == len(found)
+        assert sum(state == "trained" for _, state, *_ in found) == 3 * 16
+        served = [(version, prompt, ids, logprobs) for _, _, version, prompt, ids, logprobs in found if version < 3]
+        assert {version for version, *_ in served} == {0, 1, 2}
+        for version, prompt, ids, logprobs in served:
+            theirs = logprobs_of(merged[policy, version], [*prompt, *ids])[len(prompt) - 1 :]
+            assert np.abs(theirs - np.asarray(logprobs)).mean() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 engines that compute     fit where the nodes of the pool `rollout` have free CPUs and accelerators
 modelled, timed engines  take no room on a node: `simulation.room` of them fit beside the configured ones
+shared engines           serve several policies: the first that asks starts one, the others get views of it
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from flexmarl.events.run_events import ProcessEnded, ProcessStarted
 from flexmarl.inference.interface import InferenceEngine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import kind_of
+from flexmarl.inference.shared_engine import EngineView, SharedEngines
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ class RunEngines:
         self._settings, self._cluster, self._residents, self._processes = settings, cluster, residents, processes
         self._live: dict[int, Resident[InferenceEngine]] = {}
         """By the `id` of the engine, which lives as long as its resident is here."""
+        shared = {of: SharedEngines(self._spawn) for p in settings.policies if len(of := settings.together(p)) > 1}
+        self._shared = {PolicyName(policy): engines for of, engines in shared.items() for policy in of}
+        """By each of the policies that they serve."""
         self._starting: dict[WorkerId, ResidentSpec[InferenceEngine]] = {}
         self._modelled = frozenset(name for name in settings.policies if settings.is_modelled(name))
         configured = sum(settings.policies[name].instances for name in self._modelled)
@@ -44,16 +49,29 @@ class RunEngines:
     def add(self, resident: Resident[Any]) -> None:
         """Adds an engine that has started."""
         self._live[id(resident.remote)] = resident
+        if shared := self._shared.get(resident.name.instance.policy):
+            shared.add(resident.remote)
 
     async def start(self, policy: PolicyName, instance: InstanceId) -> InferenceEngine:
-        """Starts an engine; simulated ones take their modelled time first. Raises ConfigError if it has no room."""
+        """Starts an engine; simulated ones take their modelled time first. Raises ConfigError if it has no room.
+
+        Where policies are served together, it is a view of one that has started, or that another policy starts.
+        """
+        return await self.view(instance) or await self._spawn(policy, instance)
+
+    async def view(self, instance: InstanceId) -> InferenceEngine | None:
+        """Returns an instance's view of a shared engine; None if it has an engine of its own."""
+        shared = self._shared.get(instance.policy)
+        return await shared.view(instance.policy, instance) if shared else None
+
+    async def _spawn(self, policy: PolicyName, instance: InstanceId) -> InferenceEngine:
         spec = self._residents.engine(policy, instance)
         self._starting[spec.name] = spec
         try:
             if seconds := self._residents.replacement_s(policy):
                 await asyncio.sleep(seconds)
             (resident,) = await self._cluster.spawn([spec])
-            self.add(resident)
+            self._live[id(resident.remote)] = resident
         finally:
             del self._starting[spec.name]
         if self._cluster.has_processes and not spec.in_controller:
@@ -63,7 +81,14 @@ class RunEngines:
         return resident.remote
 
     async def end(self, engine: InferenceEngine) -> None:
-        """Ends the resident that hosts an engine. An engine that has ended is ignored."""
+        """Ends the resident that hosts an engine, or a view of it. An engine that has ended is ignored."""
+        if isinstance(engine, EngineView):
+            async with engine.shared.ending:
+                await self._end(engine.engine)
+        else:
+            await self._end(engine)
+
+    async def _end(self, engine: InferenceEngine) -> None:
         if (resident := self._live.pop(id(engine), None)) is None:
             return
         place = self._processes.places.pop(resident.name, None)
@@ -77,6 +102,8 @@ class RunEngines:
 
     def has_room(self, policy: PolicyName, *, without: Sequence[InferenceEngine] = ()) -> bool:
         """True if one more engine of the policy fits, beside those that are being started."""
+        if (shared := self._shared.get(policy)) and shared.has_seat(policy):
+            return True
         gone = {self._live[id(engine)].name for engine in without if id(engine) in self._live}
         names = {resident.name for resident in self._live.values()} - gone | {*self._starting}
         if policy in self._modelled:

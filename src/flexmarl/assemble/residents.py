@@ -97,6 +97,8 @@ class Materials:
             device=self.device,
             deterministic=self.settings.deterministic,
             verify=self.settings.objects.level(self.settings.cluster.device),
+            together=tuple(PolicyName(name) for name in self.settings.together(policy) if name != policy),
+            versions=self.settings.adapter_versions,
             architecture=architecture_of(model_source(self.settings, policy)),
             other=partial(self._engine_of, thread),
         )

@@ -163,7 +163,8 @@ async def world_of(
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
     names = {policy: [InstanceId(policy, n) for n in range(settings.policies[policy].instances)] for policy in served}
-    engines = [residents.engine(policy, name) for policy in served for name in names[policy]]
+    hosts = [policy for policy in served if settings.together(policy)[0] == policy]
+    engines = [residents.engine(policy, name) for policy in hosts for name in names[policy]]
     trainers = places or [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
@@ -189,7 +190,7 @@ async def world_of(
         )
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
         pool = make_pool(
-            {policy: [remotes[WorkerId.engine(name)] for name in names[policy]] for policy in served},
+            {p: [await running.view(name) or remotes[WorkerId.engine(name)] for name in names[p]] for p in served},
             settings.pool,
             respawn=running.start if replaces else None,
             room=running,

@@ -4,10 +4,12 @@
                     `credit.ready`, `credit.streaming` and `deterministic`; the table of what each of them decides is in
                     docs/architecture.md, section Modes
 `credit_misfits`    the agents that credit names, the branches that it compares, its terms
+`adapter_misfits`   what engines have room for: adapters alone, those of several policies on the same instances
 `evaluation_misfits`    whether there are evaluations that `checkpoint.best` and `stop` can compare
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.credit.interface import GroupKey
@@ -15,6 +17,9 @@ from flexmarl.credit.settings import CreditSettings, divides_by_mean
 from flexmarl.orchestrator.settings import CheckpointSettings, EvaluateSettings, Mode, PipelineSettings, StopSettings
 from flexmarl.records import AgentName
 from flexmarl.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from flexmarl.config.run_settings import PolicySettings
 
 
 def evaluation_misfits(
@@ -41,6 +46,65 @@ def evaluation_misfits(
         )
     if checkpoint.best is not None and not checkpoint.every:
         yield "checkpoint.best is set, but checkpoint.every is 0, which saves none; use checkpoint.every=10"
+
+
+def adapter_misfits(policies: "Mapping[str, PolicySettings]", *, versions: int) -> Iterator[str]:
+    """Yields a sentence for each policy whose weights its engine has no room for.
+
+    `versions` of each adapter are side by side: the lag of the mode and 1.
+    """
+    for name, policy in policies.items():
+        if policy.serves_together is not None:
+            yield from _shares(name, policy, policies)
+        room, lora, at = getattr(policy.engine, "adapters", None), policy.training.lora, f"policies.{name}"
+        if room is None or not policy.trainable:
+            continue
+        if lora is None or policy.training.publish == "merged":
+            is_, other = (
+                ("lora is null", "lora={rank: 16}") if lora is None else ("publish is 'merged'", "publish=adapter")
+            )
+            yield (
+                f"{at}.engine.adapters is set, but {at}.training.{is_}, so that whole weights are published; use "
+                f"{at}.engine.adapters=null, or {at}.training.{other}"
+            )
+        elif lora.rank > room.max_rank:
+            yield (
+                f"{at}.training.lora.rank is {lora.rank}, but {at}.engine.adapters.max_rank is {room.max_rank}; use "
+                f"max_rank={lora.rank}, or a smaller rank"
+            )
+    for host, policy in policies.items():
+        served = [name for name, other in policies.items() if (other.serves_together or name) == host]
+        trained = [name for name in served if policies[name].trainable]
+        room = getattr(policy.engine, "adapters", None)
+        if room is not None and len(trained) > room.slots:
+            yield (
+                f"{' and '.join(trained)} are served together: {len(trained)} adapters of {versions} versions each are "
+                f"{len(trained) * versions}, but policies.{host}.engine.adapters.slots is {room.slots}, which is room "
+                f"for {room.slots} x {versions} = {room.slots * versions}; use slots={len(trained)}"
+            )
+
+
+def _shares(name: str, policy: "PolicySettings", policies: "Mapping[str, PolicySettings]") -> Iterator[str]:
+    """Yields a sentence for each fact that keeps a policy from being served by the instances of the one it names."""
+    at, host = (
+        f"policies.{name}.serves_together is '{policy.serves_together}'",
+        policies.get(str(policy.serves_together)),
+    )
+    if host is None or host is policy:
+        others = ", ".join(sorted(set(policies) - {name})) or "none"
+        yield f"{at}, which is no other policy; there are: {others}"
+    elif host.serves_together is not None:
+        yield f"{at}, which itself is served by the instances of '{host.serves_together}'; use {host.serves_together}"
+    elif policy.model != host.model:
+        yield f"{at}, but their models are '{policy.model}' and '{host.model}'; use one model for both, or null"
+    elif getattr(host.engine, "adapters", None) is None:
+        yield (
+            f"{at}, but policies.{policy.serves_together}.engine has no room for adapters beside each other; use "
+            f"engine: {{type: vllm, adapters: {{slots: 2}}}} there, or serves_together=null"
+        )
+    for key in ("engine", "instances"):
+        if host is not None and getattr(policy, key) != getattr(host, key):
+            yield f"{at}, whose {key} it has; leave policies.{name}.{key} out"
 
 
 def overlap_misfits(

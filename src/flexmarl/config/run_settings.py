@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config.fits import credit_misfits, evaluation_misfits, has_key, overlap_misfits
+from flexmarl.config.fits import adapter_misfits, credit_misfits, evaluation_misfits, has_key, overlap_misfits
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
@@ -32,6 +32,7 @@ from flexmarl.orchestrator.settings import (
     Mode,
     PipelineSettings,
     StopSettings,
+    law_of,
 )
 from flexmarl.plugins import CodeFiles, load_code
 from flexmarl.records import AgentName
@@ -75,6 +76,11 @@ class PolicySettings(Settings):
     trainable: bool = Field(default=True, description="False: frozen; served, never updated.")
     instances: int = Field(default=1, ge=1, le=4096, description="Inference replicas.")
     engine: AnyEngine = EmbeddedSettings()
+    serves_together: str | None = Field(
+        default=None,
+        description="Another policy of the same model, whose instances serve this one too, each with its adapter; "
+        "needs `engine.adapters` there. `engine` and `instances` are that policy's. null: instances of its own.",
+    )
     training: TrainingSettings = TrainingSettings()
 
     @property
@@ -95,6 +101,13 @@ class PolicySettings(Settings):
         if schedule is self.training.schedule:
             return self
         return self.model_copy(update={"training": self.training.model_copy(update={"schedule": schedule})})
+
+    def sharing(self, host: Self | None) -> Self:
+        """Fills in what the policy does not say about its engine: it is that of `host`, if it is served with one."""
+        if host is None:
+            return self
+        unsaid = {"engine", "instances"} - self.model_fields_set
+        return self.model_copy(update={key: getattr(host, key) for key in unsaid})
 
     def publishing(self) -> Self:
         """Decides what is published if `training.publish` is auto: the adapter alone where the engine takes it."""
@@ -194,6 +207,12 @@ class RunSettings(Settings):
 
     @field_validator("policies")
     @classmethod
+    def _engines_are_shared(cls, policies: dict[str, PolicySettings]) -> dict[str, PolicySettings]:
+        """Gives policies that are served together the engine and the instances of the policy that they name."""
+        return {name: policy.sharing(policies.get(policy.serves_together or "")) for name, policy in policies.items()}
+
+    @field_validator("policies")
+    @classmethod
     def _adapters_are_published_alone(cls, policies: dict[str, PolicySettings]) -> dict[str, PolicySettings]:
         """Sets the default of `training.publish` by the engine."""
         return {name: policy.publishing() for name, policy in policies.items()}
@@ -229,6 +248,8 @@ class RunSettings(Settings):
                 deterministic=self.deterministic,
             ),
             *self._engines_can_run_here(),
+            *adapter_misfits(self.policies, versions=self.adapter_versions),
+            *self._instances_are_shared(),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
             *self._instances_can_grow(),
@@ -408,6 +429,16 @@ class RunSettings(Settings):
                     f"device; use cluster.device=cuda with cluster.backend=ray, or tensor_parallel=1"
                 )
 
+    def _instances_are_shared(self) -> Iterator[str]:
+        together = next((name for name, policy in self.policies.items() if policy.serves_together), None)
+        balance = "rule" if self.balance.rule != "none" else "start"
+        if together and (value := getattr(self.balance, balance)) not in ("none", "as_configured"):
+            yield (
+                f"balance.{balance} is '{value}', but policies.{together}.serves_together is set, and an instance of "
+                f"several policies cannot move to one of them; use balance.{balance}="
+                f"{type(self.balance).model_fields[balance].default}, or serves_together=null"
+            )
+
     def _processes_can_share(self) -> Iterator[str]:
         if self.cluster.backend != "ray":
             return
@@ -421,6 +452,19 @@ class RunSettings(Settings):
                 f"cluster.device is '{self.cluster.device}', but cluster.backend=ray gives every worker a device of "
                 f"its own; use cluster.device=cuda"
             )
+
+    @property
+    def adapter_versions(self) -> int:
+        """Versions of an adapter that requests may run under: the lag of the mode, and the newest."""
+        lag = law_of(self.mode, self.pipeline, groups=self.batch.groups, now=self.pipeline.max_lag).lag
+        return lag + 1
+
+    def together(self, policy: str) -> tuple[str, ...]:
+        """The policies on the instances of a policy, in the order of the config. Modelled ones have their own."""
+        host = self.policies[policy].serves_together or policy
+        if self.cluster.backend == "simulated":
+            return (policy,)
+        return tuple(name for name, other in self.policies.items() if (other.serves_together or name) == host)
 
     def is_modelled(self, policy: str) -> bool:
         """True if section `simulation` says what the policy's engines answer, and when."""

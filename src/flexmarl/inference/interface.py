@@ -119,6 +119,10 @@ class EngineParts:
     verify: Verify = "full"
     """The checksum that a load returns: `full` is over every byte that is served, else over names, dtypes, shapes."""
     version: Version = FIRST_VERSION
+    together: tuple[PolicyName, ...] = ()
+    """Further policies that the engine serves, each with an adapter on the same base, or as the base itself."""
+    versions: int = 1
+    """Versions of an adapter that requests may run under, the newest included: the lag of the mode and 1."""
     architecture: str = ""
     """Models of one architecture take each other's weights. "" is equal to none."""
     other: "Callable[[PolicyName], tuple[EngineSettings, EngineParts]] | None" = None

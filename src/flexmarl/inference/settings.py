@@ -151,6 +151,17 @@ class EmbeddedSettings(Settings):
         return (self.slots + self.num_kept(deterministic=deterministic)) * -(-tokens // self.kv_block)
 
 
+class AdapterRoom(Settings):
+    """Room for LoRA adapters in an instance, each with the last versions of it that requests may run under."""
+
+    slots: int = Field(
+        default=1, ge=1, description="Adapters in an instance: one for each policy with `training.lora` that it serves."
+    )
+    max_rank: int = Field(
+        default=16, ge=1, le=512, description="Largest `training.lora.rank`; the next one that vLLM has takes memory."
+    )
+
+
 class VllmSettings(Settings):
     """vLLM, the engine for GPUs: `AsyncLLM` in the engine's process, its workers in processes of their own."""
 
@@ -159,6 +170,11 @@ class VllmSettings(Settings):
     """Its batches decide the last bits of a token, so `deterministic: true` is refused. A class without this attribute
     leaves that to the capabilities of its engines."""
     wants_canary: ClassVar[bool] = True
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True if its engines take adapters alone, and no whole weights then."""
+        return self.adapters is not None
 
     type: Literal["vllm"] = "vllm"
     max_len: int = Field(default=2048, ge=2, description="Most tokens of a request, prompt and response.")
@@ -182,6 +198,11 @@ class VllmSettings(Settings):
     prefix_caching: bool = Field(
         default=True,
         description="Reuse the keys and values of prompts that begin alike, at one version of the weights.",
+    )
+    adapters: AdapterRoom | None = Field(
+        default=None,
+        description="Room for adapters that are published alone; {slots: 1, max_rank: 16}. Versions of one are loaded "
+        "while requests run, and these end under that with which they began. null: whole weights.",
     )
     python: Path | None = Field(
         default=None,
@@ -218,10 +239,15 @@ VLLM_ARGUMENTS = {
     "tensor_parallel_size": "use engine.tensor_parallel",
     "kv_cache_memory_bytes": "use engine.kv_gib",
     "enable_prefix_caching": "use engine.prefix_caching",
+    "enable_lora": "use engine.adapters",
+    "max_loras": "use engine.adapters.slots",
+    "max_cpu_loras": "use engine.adapters.slots",
+    "max_lora_rank": "use engine.adapters.max_rank",
     "logprobs_mode": "training compares with the model's own log-probabilities",
     "skip_tokenizer_init": "the engine gets and returns token ids",
     "weight_transfer_config": "weights come from the trainer",
     "worker_extension_cls": "its workers report what they loaded",
+    "scheduling_policy": "proofs of weights go before requests",
     "disable_log_stats": "the pool asks for the load itself",
 }
 """Arguments of `AsyncEngineArgs` that are not free, and what to do instead."""

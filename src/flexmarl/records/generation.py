@@ -91,5 +91,8 @@ class EngineUse:
     """Number of times since the engine started that a running request gave its keys and values back and had to wait."""
     generated_tokens: int = 0
     """Number of tokens sampled since the engine started."""
+    prompt_tokens: int = 0
+    """Number of prompt tokens computed since the engine started, by its own count: those of kept prefixes are not among
+    them. 0 if it does not count them."""
     tokens_per_s: float = 0.0
     version: Version = field(default=Version(0))

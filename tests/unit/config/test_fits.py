@@ -221,3 +221,70 @@ def test_timed_instances_move_in_one_process_but_not_to_a_policy_that_computes(c
             "that an engine which computes has none in its place; use engine.type=embedded, or timed for all trained "
             "policies, or balance.rule=none"
         )
+
+
+TOGETHER = (
+    "policies.one={model: model, engine: {type: vllm, adapters: {slots: 2}}, training: {lora: {rank: 8}}}",
+    "policies.two={model: model, serves_together: one, training: {lora: {rank: 8}}}",
+)
+
+
+def test_policies_are_served_together_on_the_engine_and_instances_of_one(config):
+    settings = load_run(config, [*TOGETHER, "policies.one.instances=3"])
+    two = settings.policies["two"]
+    assert (two.engine, two.instances) == (settings.policies["one"].engine, 3)
+    assert two.training.publish == "adapter"
+    assert settings.together("one") == settings.together("two") == ("one", "two")
+    assert load_run(config).together("two") == ("two",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["policies.two.serves_together=three"],
+            "policies.two.serves_together is 'three', which is no other policy; there are: one",
+        ),
+        (
+            ["policies.two.model=other"],
+            "policies.two.serves_together is 'one', but their models are 'other' and 'model'; use one model for both, "
+            "or null",
+        ),
+        (
+            ["policies.two.training.lora.rank=32"],
+            "policies.two.training.lora.rank is 32, but policies.two.engine.adapters.max_rank is 16; use max_rank=32, "
+            "or a smaller rank",
+        ),
+        (
+            ["policies.one.engine.adapters.slots=1", "mode=async", "pipeline.lag=2"],
+            "one and two are served together: 2 adapters of 3 versions each are 6, but policies.one.engine.adapters."
+            "slots is 1, which is room for 1 x 3 = 3; use slots=2",
+        ),
+        (
+            ["policies.two.training.lora=null"],
+            "policies.two.engine.adapters is set, but policies.two.training.lora is null, so that whole weights are "
+            "published; use policies.two.engine.adapters=null, or policies.two.training.lora={rank: 16}",
+        ),
+        (
+            ["balance.rule=drain_time", "cluster.backend=ray"],
+            "balance.rule is 'drain_time', but policies.two.serves_together is set, and an instance of several "
+            "policies cannot move to one of them; use balance.rule=none, or serves_together=null",
+        ),
+    ],
+)
+def test_policies_that_cannot_be_served_together_are_refused_with_the_numbers(config, overrides, problem):
+    assert problem in refused(config, *TOGETHER, *overrides)
+
+
+def test_an_engine_without_room_for_adapters_serves_one_policy(config):
+    embedded = ["policies.one={model: model}", TOGETHER[1]]
+    assert refused(config, *embedded) == [
+        "policies.two.serves_together is 'one', but policies.one.engine has no room for adapters beside each other; "
+        "use engine: {type: vllm, adapters: {slots: 2}} there, or serves_together=null"
+    ]
+
+
+def test_a_frozen_policy_is_served_by_the_base_of_the_others(config):
+    frozen = "policies.two={model: model, serves_together: one, trainable: false}"
+    one = "policies.one={model: model, engine: {type: vllm, adapters: {}}, training: {lora: {rank: 8}}}"
+    assert load_run(config, [one, frozen]).together("two") == ("one", "two")

@@ -15,11 +15,12 @@ import flexmarl
 from flexmarl.cluster.interpreters import require_interpreter
 from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import ConfigError, MissingExtra
-from flexmarl.inference.backends.vllm.handed_weights import HandedTree, handed_tree
+from flexmarl.inference.backends.vllm.handed_weights import HandedTree, adapter_in, handed_adapter, handed_tree
+from flexmarl.inference.backends.vllm.served_versions import Served, ServedVersions
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.settings import VllmSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import canary_key, checksum
+from flexmarl.objects.interface import Checksum, PublishedAdapter, canary_key, checksum
 from flexmarl.records import PolicyName, Version
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings
@@ -47,6 +48,27 @@ def test_a_reader_keeps_what_was_handed_over_and_its_changes_are_its_own() -> No
         first, second = handed_tree(handed.address), handed_tree(handed.address)
         first["a"] += 1
     assert (first["a"].tolist(), second["a"].tolist()) == ([1.0] * 3, [0.0] * 3)
+
+
+def test_an_adapter_that_is_handed_over_has_its_digest_and_leaves_nothing() -> None:
+    layers = {f"model.layers.{n}.mlp.up_proj": (torch.randn(3, 5), torch.randn(7, 3)) for n in range(2)}
+    adapter = PublishedAdapter(layers, 0.1 + 0.2, Checksum("ab:cd"))
+    with handed_adapter(adapter) as folder:
+        assert checksum(adapter_in(folder).as_tree()) == checksum(adapter.as_tree())
+        assert [path.is_symlink() for path in folder.iterdir()] == [True, True]
+    assert not folder.exists()
+
+
+def test_the_last_versions_of_an_adapter_stay_and_policies_keep_apart() -> None:
+    other = PolicyName("other")
+    versions = ServedVersions([POLICY, other], Version(0), kept=3)
+    gone = [
+        [(old.policy, old.version) for old in versions.serve(Served(policy, Version(n), adapter))]
+        for policy, n, adapter in [(POLICY, 1, 1), (other, 1, 2), (POLICY, 2, 3), (POLICY, 3, 4), (POLICY, 4, 5)]
+    ]
+    assert gone == [[(POLICY, 0)], [(other, 0)], [], [], [(POLICY, 1)]]
+    assert (versions.newest(POLICY).version, versions.newest(other).version) == (4, 1)
+    assert [old.adapter for old in versions.serve(Served(POLICY, Version(4), 6))] == [5], "a version is there once"
 
 
 def test_options_that_flexmarl_sets_are_refused_by_name() -> None:

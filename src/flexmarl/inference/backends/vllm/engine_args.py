@@ -2,14 +2,15 @@
 
 import difflib
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from vllm.config import VllmConfig, WeightTransferConfig  # pyright: ignore[reportMissingImports] - the extra
+from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
 from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
 
 from flexmarl.errors import ConfigError, described
 from flexmarl.inference.interface import EngineParts
-from flexmarl.inference.settings import VLLM_CPU_KV_GIB, VllmSettings
+from flexmarl.inference.settings import VLLM_CPU_KV_GIB, AdapterRoom, VllmSettings
 
 GIB = 2**30
 _WORKER = "flexmarl.inference.backends.vllm.vllm_worker.FlexmarlWorker"
@@ -65,4 +66,19 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "weight_transfer_config": WeightTransferConfig(backend="flexmarl"),
         "worker_extension_cls": _WORKER,
         "disable_log_stats": True,
+        # The canary of a version does not wait for the requests that wait.
+        "scheduling_policy": "priority",
+        **(_of_adapters(settings.adapters, versions=parts.versions) if settings.adapters else {}),
+    }
+
+
+def _of_adapters(adapters: AdapterRoom, *, versions: int) -> dict[str, Any]:
+    """Room for `versions` of each adapter in a batch, and for one more while it is loaded."""
+    side_by_side = adapters.slots * versions
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapters.max_rank]
+    return {
+        "enable_lora": True,
+        "max_loras": side_by_side,
+        "max_cpu_loras": side_by_side + adapters.slots,
+        "max_lora_rank": min(ranks),
     }

@@ -1,7 +1,8 @@
 """Engine on vLLM's `AsyncLLM`: requests and answers are token ids, and weights come from the object store.
 
-    generate --> a task per request --> vLLM --> answer
-    load     --> all requests end, the weights change, and the requests go on with the tokens that they have
+    generate         --> a task per request --> vLLM --> answer
+    load of weights  --> all requests end, the weights change, and the requests go on with the tokens that they have
+    load of adapter  --> requests run on, each under its version; those of a version that goes go on under the newest
 
 consumes:     requests, aborts, and versions to load
 waits for:    vLLM's engine core, and for a load to end before a request goes on
@@ -10,10 +11,9 @@ unblocked by: tokens; the end of a load; the watch, when vLLM's own processes ar
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from hashlib import blake2b
+from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -22,19 +22,20 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
 )
 from vllm.exceptions import VLLMClientError  # pyright: ignore[reportMissingImports]
 from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
-from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
 
 from flexmarl.errors import EngineError, boundary, described
 from flexmarl.inference.backends.embedded.sampler import StopWatch
 from flexmarl.inference.backends.vllm.engine_args import vllm_config
-from flexmarl.inference.backends.vllm.handed_weights import HandedTree
+from flexmarl.inference.backends.vllm.handed_weights import HandedTree, handed_adapter
+from flexmarl.inference.backends.vllm.served_versions import Served, ServedVersions
+from flexmarl.inference.backends.vllm.vllm_requests import OpenRequest, adapter_of, sampling_params
 from flexmarl.inference.backends.vllm.vllm_start import unlink_shared_memory
-from flexmarl.inference.calls import joined, rest_of
 from flexmarl.inference.interface import EngineCapabilities, EngineParts
 from flexmarl.inference.settings import VllmSettings
-from flexmarl.objects.interface import Checksum, TensorTree, canary_key, weights_key
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, canary_key, weights_key
 from flexmarl.records import (
     EngineUse,
     FinishReason,
@@ -54,6 +55,8 @@ ABORT_S = 0.05
 MOST_CANARY_GAP = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Mean difference of the canary's log-probabilities to the trainer's above which weights are not what was published.
 Old weights behind a tied head gave 0.5; right ones in float32 give 1e-6, and rounding of bfloat16 some hundredths."""
+CANARY_EVERY = 4
+"""Tokens from one that is compared to the next, for adapters: few enough that a load stays short."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -64,6 +67,7 @@ class LoadGauge(StatLoggerBase):
         self.waiting = 0
         self.kv_use = 0.0
         self.preempted = 0
+        self.computed = 0
 
     def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
         """Called by vLLM after each step."""
@@ -72,29 +76,10 @@ class LoadGauge(StatLoggerBase):
             self.kv_use = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.preempted += iteration_stats.num_preempted_reqs
+            self.computed += iteration_stats.prompt_token_stats.computed
 
     def log_engine_initialized(self) -> None:
         """Says nothing."""
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """One request without its answer."""
-
-    request: GenerationRequest
-    """The request for the tokens that are still missing."""
-    answers: asyncio.Queue[Generation | EngineError]
-    part: Generation | None = None
-    """The tokens that versions before the present one sampled."""
-    in_vllm: bool = False
-    over: bool = False
-    """True if its caller wants no more tokens."""
-
-    def whole(self, piece: Generation) -> Generation:
-        return piece if self.part is None else joined(self.part, piece)
-
-    def keep(self, piece: Generation) -> None:
-        self.part, self.request = self.whole(piece), rest_of(self.request, piece)
 
 
 class VllmEngine:
@@ -109,8 +94,10 @@ class VllmEngine:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: self._gauge], disable_log_stats=True)
             unlink_shared_memory()
         self._stops = StopWatch(config.model_config.get_vocab_size(), parts.decode)
-        self._version, self._generated = parts.version, 0
-        self._open: dict[str, _Open] = {}
+        self._versions = ServedVersions((parts.policy, *parts.together), parts.version, kept=parts.versions)
+        self._adapters = count(1)
+        self._generated = 0
+        self._open: dict[str, OpenRequest] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._may_go = asyncio.Event()
         self._may_go.set()
@@ -127,11 +114,11 @@ class VllmEngine:
         left: set[str] = set()
         for request in requests:
             if problem := self._problem(request):
-                refused.append(unserved(request, self._version, FinishReason.ERROR, problem))
+                refused.append(unserved(request, self._version_of(request), FinishReason.ERROR, problem))
                 continue
             name = request.request_id
             self._stops.watch(request.sampling)
-            self._open[name] = one = _Open(request, answers)
+            self._open[name] = one = OpenRequest(request, answers)
             left.add(name)
             self._tasks[name] = asyncio.create_task(self._serve(one), name=f"vllm {name}")
         try:
@@ -156,14 +143,17 @@ class VllmEngine:
         found = [self._open[name] for name in request_ids if name in self._open]
         for one in found:
             one.over = True
-            if not one.in_vllm:  # It waits for a load, or has not begun.
+            if one.under is None:  # It waits for a load, or has not begun.
                 self._tasks.pop(one.request.request_id).cancel()
-                self._answer(one, unserved(one.request, self._version, FinishReason.ABORT))
-        if running := [one.request.request_id for one in found if one.in_vllm]:
+                self._answer(one, unserved(one.request, self._version_of(one.request), FinishReason.ABORT))
+        if running := [one.request.request_id for one in found if one.under is not None]:
             await self._llm.abort(running)
 
     async def usage(self) -> EngineUse:
-        """The load. Tokens of running requests are counted when these end."""
+        """The load of all its policies, and the newest version of the first one.
+
+        Tokens of running requests are counted when these end.
+        """
         waiting = min(self._gauge.waiting, len(self._open))
         return EngineUse(
             queued=waiting,
@@ -172,37 +162,70 @@ class VllmEngine:
             kv_use=self._gauge.kv_use,
             preempted=self._gauge.preempted,
             generated_tokens=self._generated,
-            version=self._version,
+            prompt_tokens=self._gauge.computed,
+            version=self._versions.newest(self._policy).version,
         )
 
     async def capabilities(self) -> EngineCapabilities:
-        """It loads whole weights, and reports the model's own log-probabilities alone."""
-        return EngineCapabilities(loads_weights=True, raw_logprobs=True, drawn_logprobs=False)
+        """It loads whole weights, or adapters, and reports the model's own log-probabilities alone."""
+        adapters = self._settings.takes_adapters
+        return EngineCapabilities(loads_weights=True, raw_logprobs=True, drawn_logprobs=False, adapters=adapters)
 
     async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
-        """Ends what runs, loads the version in vLLM's workers, compares the canary, and lets everything go on.
+        """Loads a version in vLLM's workers, and compares its canary. Returns the digest that the workers computed.
 
-        Returns the digest that the workers computed. An update that fails half-way leaves torn weights behind, so that
-        the engine is lost then.
+        Whole weights: what runs ends first, and goes on afterwards. An update that fails half-way leaves torn weights
+        behind, so that the engine is lost then. An adapter: nothing waits, and one that fails is not served.
         """
         self._require_open()
-        if policy != self._policy:
-            raise EngineError(f"this engine serves policy '{self._policy}', not '{policy}'")
+        if policy not in self._versions.policies:
+            raise EngineError(self._not_served(policy))
         key = weights_key(policy, version)
         async with self._loading:
-            with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
+            with boundary(EngineError, f"loading '{key}' into the engine of '{self._policy}'"):
                 tree = await self._parts.store.get(key)
                 canary = await self._parts.store.get(canary_key(policy, version))
-                self._may_go.clear()
-                try:
-                    await self._drain()
-                    held = await self._unless_lost(self._update(tree))
-                    await self._unless_lost(self._compare(canary, version))
-                except BaseException as error:
-                    self._lose(f"loading '{key}' failed half-way: {described(error)}")
-                    raise
-                self._version = version
-                self._may_go.set()
+                adapter = PublishedAdapter.from_tree(tree)
+                if (adapter is not None) != self._settings.takes_adapters:
+                    raise EngineError(_unfit(adapter))
+                if adapter is None:
+                    return await self._load_whole(tree, canary, Served(policy, version))
+                return await self._load_adapter(adapter, canary, policy, version)
+
+    async def _load_whole(self, tree: TensorTree, canary: TensorTree, new: Served) -> Checksum:
+        self._may_go.clear()
+        try:
+            await self._drain(lambda _: True)
+            held = await self._unless_lost(self._update(tree))
+            await self._unless_lost(self._compare(canary, new))
+        except BaseException as error:
+            self._lose(f"loading '{weights_key(new.policy, new.version)}' failed half-way: {described(error)}")
+            raise
+        self._versions.serve(new)
+        self._may_go.set()
+        return held
+
+    async def _load_adapter(
+        self, adapter: PublishedAdapter, canary: TensorTree, policy: PolicyName, version: Version
+    ) -> Checksum:
+        with handed_adapter(adapter) as folder:
+            new = Served(policy, version, next(self._adapters), folder)
+            try:
+                await self._unless_lost(self._llm.add_lora(adapter_of(new)))
+                held = self._agreed(
+                    await self._unless_lost(
+                        self._llm.collective_rpc("flexmarl_adapter_digest", args=(str(folder), self._parts.verify))
+                    )
+                )
+                await self._unless_lost(self._compare(canary, new))
+            except BaseException:
+                if not self._closed:
+                    await self._unless_lost(self._llm.remove_lora(new.adapter))
+                raise
+        for old in self._versions.serve(new):
+            if old.adapter:
+                await self._drain(lambda under, old=old: under is old)
+                await self._unless_lost(self._llm.remove_lora(old.adapter))
         return held
 
     async def close(self) -> None:
@@ -211,13 +234,13 @@ class VllmEngine:
             self._closed = f"the engine of '{self._policy}' is closed"
             for name, one in list(self._open.items()):
                 self._tasks.pop(name).cancel()
-                self._answer(one, unserved(one.request, self._version, FinishReason.ABORT))
+                self._answer(one, unserved(one.request, self._version_of(one.request), FinishReason.ABORT))
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
         await asyncio.to_thread(self._llm.shutdown)
 
-    async def _serve(self, one: _Open) -> None:
+    async def _serve(self, one: OpenRequest) -> None:
         """Runs one request to its end, over as many versions as are loaded meanwhile."""
         try:
             while True:
@@ -228,7 +251,7 @@ class VllmEngine:
                     break
                 one.keep(piece)
         except VLLMClientError as error:
-            piece = unserved(one.request, self._version, FinishReason.ERROR, described(error))
+            piece = unserved(one.request, self._version_of(one.request), FinishReason.ERROR, described(error))
         except Exception as error:
             self._lose(described(error))
             return
@@ -236,16 +259,16 @@ class VllmEngine:
 
     async def _piece(self, request: GenerationRequest) -> Generation:
         """Has vLLM sample until the request ends, or until it is aborted. The version does not change meanwhile."""
-        name, version, sampling = request.request_id, self._version, request.sampling
+        name, served, sampling = request.request_id, self._versions.newest(request.policy), request.sampling
         one = self._open[name]
         ids: list[int] = []
         logprobs: list[float] = []
         finish, reused = FinishReason.ABORT, 0
-        params = _sampling_params(request, most=self._most_tokens(request))
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"{self._policy}@{version}")
+        params = sampling_params(request, most=self._most_tokens(request))
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=served.salt)
         begun = request.prompt_ids[len(request.prompt_ids) - request.offset :]
-        one.in_vllm = True
-        answers = self._llm.generate(prompt, params, name)
+        one.under = served
+        answers = self._llm.generate(prompt, params, name, lora_request=adapter_of(served))
         try:
             async for output in answers:
                 (choice,) = output.outputs
@@ -259,7 +282,7 @@ class VllmEngine:
                     finish = FinishReason.STOP
                     break
         finally:
-            one.in_vllm = False
+            one.under = None
             await answers.aclose()
         values = np.asarray(logprobs, np.float32)
         return Generation(
@@ -267,7 +290,7 @@ class VllmEngine:
             response_ids=np.asarray(ids, np.int32),
             logprobs=values,
             raw_logprobs=values,
-            versions=(VersionRun(0, version),),
+            versions=(VersionRun(0, served.version),),
             finish=finish,
             reused_tokens=reused,
         )
@@ -280,9 +303,11 @@ class VllmEngine:
                 return end
         return 0
 
-    async def _drain(self) -> None:
-        """Returns when vLLM has no request any more. vLLM's core fails if weights change under a request."""
-        while running := [one.request.request_id for one in self._open.values() if one.in_vllm]:
+    async def _drain(self, goes: Callable[[Served], bool]) -> None:
+        """Returns when vLLM has no request under the versions that go. It would fail if these went first."""
+        while running := [
+            one.request.request_id for one in self._open.values() if one.under is not None and goes(one.under)
+        ]:
             await self._unless_lost(self._llm.abort(running))
             await asyncio.sleep(ABORT_S)
 
@@ -294,26 +319,52 @@ class VllmEngine:
                 WeightTransferUpdateRequest({"address": handed.address, "verify": self._parts.verify})
             )
             await self._llm.finish_weight_update()
-        digests = set(await self._llm.collective_rpc("flexmarl_digest"))
+        return self._agreed(await self._llm.collective_rpc("flexmarl_digest"))
+
+    def _agreed(self, found: Sequence[str]) -> Checksum:
+        """The digest that all workers have found."""
+        digests = set(found)
         if len(digests) != 1 or "" in digests:
             raise EngineError(f"vLLM's workers have loaded different weights: {sorted(digests)}")
         return Checksum(digests.pop())
 
-    async def _compare(self, canary: TensorTree, version: Version) -> None:
+    async def _compare(self, canary: TensorTree, new: Served) -> None:
         """Compares log-probabilities with the trainer's: a digest cannot show what vLLM computes with."""
         ids, theirs = canary["ids"].tolist(), canary["logprobs"].numpy()
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        prompt = tokens_input(ids, cache_salt=f"{self._policy}@{version}")
-        ours = np.zeros(0)
-        async for output in self._llm.generate(prompt, params, f"canary {version}"):
-            if output.prompt_logprobs is not None:
-                ours = np.asarray(output.prompt_logprobs.logprobs)
+        if new.adapter:
+            # With adapters, vLLM's log-probabilities of a prompt fail in a batch with other requests: it takes the
+            # adapters of these for all positions. So each token is sampled, the only one that is allowed.
+            at = range(CANARY_EVERY, len(ids), CANARY_EVERY)
+            ours = np.asarray(await asyncio.gather(*(self._logprob(ids[:i], ids[i], new) for i in at)))
+            theirs = theirs[[i - 1 for i in at]]
+        else:
+            ours = await self._logprobs(ids, new)
         gap, most = float(np.abs(ours - theirs).mean()), MOST_CANARY_GAP[self._settings.dtype]
         if not gap <= most:
             raise EngineError(
                 f"the canary's log-probabilities differ by {gap:.2g} on average from the trainer's, at most {most:g} "
                 "is allowed: vLLM does not compute with the weights that were published"
             )
+
+    async def _logprobs(self, ids: list[int], new: Served) -> np.ndarray:
+        """[N - 1] log-probability of each token after those before it."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        found = np.zeros(0)
+        async for output in self._llm.generate(tokens_input(ids, cache_salt=new.salt), params, f"canary {new.salt}"):
+            if output.prompt_logprobs is not None:
+                found = np.asarray(output.prompt_logprobs.logprobs)
+        return found
+
+    async def _logprob(self, ids: list[int], token: int, new: Served) -> float:
+        """The log-probability of a token after `ids`. It does not wait for the requests that wait."""
+        params = SamplingParams(
+            max_tokens=1, allowed_token_ids=[token], logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        name, prompt = f"canary {new.salt}#{new.adapter} {len(ids)}", tokens_input(ids, cache_salt=new.salt)
+        found = np.nan
+        async for output in self._llm.generate(prompt, params, name, lora_request=adapter_of(new), priority=-1):
+            found = output.outputs[0].logprobs.logprobs[0]
+        return found
 
     async def _unless_lost(self, work: Awaitable[T]) -> T:
         """The result of `work`; raises EngineError as soon as vLLM is lost, even if `work` never returns."""
@@ -356,7 +407,7 @@ class VllmEngine:
                 task.cancel()
         self._tasks.clear()
 
-    def _answer(self, one: _Open, piece: Generation) -> None:
+    def _answer(self, one: OpenRequest, piece: Generation) -> None:
         if self._open.pop(piece.request_id, None) is not None:
             self._tasks.pop(piece.request_id, None)
             one.answers.put_nowait(one.whole(piece))
@@ -367,12 +418,21 @@ class VllmEngine:
         with suppress(RuntimeError):
             self._watch()
 
+    def _not_served(self, policy: PolicyName) -> str:
+        names = " and ".join(f"'{name}'" for name in self._versions.policies)
+        return f"this engine serves policy {names}, not '{policy}'"
+
+    def _version_of(self, request: GenerationRequest) -> Version:
+        """The version that a request without tokens gets."""
+        policy = request.policy if request.policy in self._versions.policies else self._policy
+        return self._versions.newest(policy).version
+
     def _most_tokens(self, request: GenerationRequest) -> int:
         return min(request.sampling.max_tokens, self._settings.max_len - len(request.prompt_ids))
 
     def _problem(self, request: GenerationRequest) -> str:
-        if request.policy != self._policy:
-            return f"this engine serves policy '{self._policy}', not '{request.policy}'"
+        if request.policy not in self._versions.policies:
+            return self._not_served(request.policy)
         if request.request_id in self._open:
             return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
         if not 1 <= len(request.prompt_ids) < self._settings.max_len:
@@ -383,26 +443,8 @@ class VllmEngine:
         return self._stops.refuse(request.sampling)
 
 
-def _sampling_params(request: GenerationRequest, *, most: int) -> SamplingParams:
-    sampling = request.sampling
-    return SamplingParams(
-        max_tokens=most,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=_seed(request),
-        stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # What ends a response is in `stop_ids`.
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        # Stop strings are looked for here, token by token: they may begin in tokens that another version sampled.
-        output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _seed(request: GenerationRequest) -> int:
-    """vLLM's generator of a request begins at its first token, so each continuation has a stream of its own."""
-    text = f"{request.seed}/{request.offset}".encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
+def _unfit(adapter: PublishedAdapter | None) -> str:
+    if adapter is None:
+        return "these are whole weights, but the engine has room for adapters alone; use engine.adapters=null"
+    rank = max(a.shape[0] for a, _ in adapter.layers.values())
+    return f"this is an adapter, for which the engine has no room; use engine.adapters={{max_rank: {rank}}}"

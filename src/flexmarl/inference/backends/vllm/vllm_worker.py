@@ -9,6 +9,7 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports] - the extra
@@ -20,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[report
     WeightTransferEngineFactory,
 )
 
-from flexmarl.inference.backends.vllm.handed_weights import handed_tree
+from flexmarl.inference.backends.vllm.handed_weights import adapter_in, handed_tree
 from flexmarl.inference.backends.vllm.vllm_start import OWNER
 from flexmarl.objects.interface import checksum, names_checksum
 
@@ -116,3 +117,8 @@ class FlexmarlWorker:
     def flexmarl_digest(self) -> str:
         """The digest of the version that this worker has loaded last; empty if the load failed."""
         return self.weight_transfer_engine.digest
+
+    def flexmarl_adapter_digest(self, folder: str, verify: str) -> str:
+        """The digest of the adapter in a folder, read from the files from which vLLM loads it."""
+        tree = adapter_in(Path(folder)).as_tree()
+        return checksum(tree) if verify == "full" else names_checksum(tree)
