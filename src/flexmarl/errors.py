@@ -9,6 +9,7 @@
 | StoreError      | the experience store   | the journal; ends the run               | the user, with `--resume`       |
 | CreditError     | a workflow's rewards   | the journal; ends the run               | the user, who changes it        |
 | TrainingError   | a trainer              | the journal; ends the run               | the user, with `--resume`       |
+| RankLost        | a process that died    | `worker_lost` in the journal            | its group, from a copy, if any  |
 | ObjectError     | room for weights       | the journal; ends the run               | the user, with `--resume`       |
 | WorkerError     | a process that died    | `worker_lost` in the journal            | the pool, with a new engine     |
 | CheckpointError | a file                 | printed, exit code 1                    | the user, with an older one     |
@@ -88,6 +89,10 @@ class CreditError(FlexmarlError):
 
 class TrainingError(FlexmarlError):
     """A trainer could not accumulate, step or publish."""
+
+
+class RankLost(TrainingError):
+    """A training process of a place has died, or does not answer."""
 
 
 class WorkerError(FlexmarlError):

@@ -2,7 +2,7 @@
 
 engine/{policy}/{n}     one inference instance each; gets weights from the object store
 trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
-rank/{place}/0          in place of them, where policies share places: trains one policy after another
+rank/{place}/{n}        in place of them, where policies share places or have several ranks: trains one after another
 rollout/{n}             plays episodes, if the run asks for such workers
 store/0                 on several nodes: the store's file, for trainers that are not on the controller's node
 """
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from flexmarl.agents import TeamSpec
 from flexmarl.assemble.blueprint import Blueprint, load_renderer, load_tokenizer, model_source, training_of
+from flexmarl.assemble.standing import MakeSpecs
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
 from flexmarl.cluster.inproc import inproc_cluster
@@ -33,7 +35,7 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.cluster.spill import Spill
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError, EngineError, TrainingError, boundary, described
+from flexmarl.errors import ConfigError, EngineError, RankLost, TrainingError, boundary, described
 from flexmarl.events.event import Events
 from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreService
 from flexmarl.experience.backends.sqlite import DurableStore
@@ -47,6 +49,7 @@ from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
 from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.rank import RankHost, Trained
+from flexmarl.training.backends.ranks import ALONE, Ranks, meet
 from flexmarl.training.backends.single import SavesPretrained, SingleProcessTrainer
 from flexmarl.training.group import Rank
 from flexmarl.training.interface import StoreRows, Trainer
@@ -124,6 +127,7 @@ class Materials:
         thread: DeviceThread,
         rows: StoreRows,
         tokenizer: SavesPretrained,
+        ranks: Ranks = ALONE,
     ) -> SingleProcessTrainer:
         """The trainer of a policy around a model."""
         settings = self.settings
@@ -139,14 +143,17 @@ class Materials:
             deterministic=settings.deterministic,
             rows=rows,
             canary=wants_canary(settings.policies[policy].engine),
+            ranks=ranks,
         )
 
-    def make_rank(self, number: int) -> RankHost:
-        """Makes a rank of place `number`. It holds no policy."""
+    def make_rank(self, name: WorkerId, meeting: Path) -> RankHost:
+        """Makes a rank of a place. It holds no policy. Ranks of one place meet at the file `meeting`."""
         settings = self.settings
-        with boundary(TrainingError, f"making the rank of place {number}"):
+        with boundary(TrainingError, f"making {name}"):
             self._begin()
-            thread, rows = DeviceThread(f"rank-{number}"), StoreRows(self.open_store())
+            number, world = name.number or 0, settings.ranks
+            ranks = meet(meeting, number, world, device=self.device) if world > 1 else None
+            thread, rows = DeviceThread(str(name).replace("/", "-")), StoreRows(self.open_store())
             sources = {policy: model_source(settings, policy) for policy in map(PolicyName, settings.trained)}
             policies = {
                 policy: Trained(source=source, settings=settings.policies[policy].training)
@@ -155,11 +162,12 @@ class Materials:
 
             tokenizers = {policy: load_tokenizer(settings, policy) for policy in policies}
 
-            def make(policy: PolicyName, model: PreTrainedModel) -> SingleProcessTrainer:
+            def make(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
                 with training_of(policy):
-                    return self._trainer_of(policy, model, thread, rows, tokenizers[policy])
+                    return self._trainer_of(policy, model, thread, rows, tokenizers[policy], ranks)
 
-            rank = RankHost(policies, self.objects, make, disk=self.disk, device=self.device, thread=thread)
+            options: Any = {"disk": self.disk, "device": self.device, "thread": thread, "ranks": ranks}
+            rank = RankHost(policies, self.objects, make, **options)
             self._made()
             if self.device == "cpu":
                 lower_priority()
@@ -185,6 +193,8 @@ class RealResidents:
     """Opens the cluster for a number of residents."""
     serve_store: Callable[[], StoreService] | None = None
     """Makes the service of the store's file for other nodes; None if there can be none."""
+    meetings: Path = Path()
+    """A folder of this run and machine, for files in which ranks meet."""
     models: dict[PolicyName, Any] = field(default_factory=dict)
     """The models of policies whose engines compute nothing, as far as they were asked for. Their instances share it."""
 
@@ -236,21 +246,26 @@ class RealResidents:
             threads=self._threads,
         )
 
-    def places(self) -> list[ResidentSpec[Rank]]:
-        """Specifies the rank of each place, where fewer policies train at once than there are; else none."""
-        settings = self.materials.settings
+    def places(self) -> list[MakeSpecs]:
+        """Returns what specifies the ranks of each place, where policies share places or have several ranks."""
+        return [partial(self.ranks_of, place) for place in range(self.materials.settings.shared_places)]
+
+    def ranks_of(self, place: int) -> list[ResidentSpec[Rank]]:
+        """Specifies the ranks of a place, which meet each other only."""
+        meeting = self.meetings / f"place-{place}-{uuid4().hex}"
+        names = [WorkerId.rank(place, number) for number in range(self.materials.settings.ranks)]
         return [
             ResidentSpec(
-                name=WorkerId.rank(number),
+                name=name,
                 kind=ResidentKind.RANK,
                 contract=Rank,
-                make=partial(self.materials.make_rank, number),
-                error=TrainingError,
+                make=partial(self.materials.make_rank, name, meeting),
+                error=RankLost,
                 advice=RESUME,
                 devices=self._devices,
                 threads=self._threads,
             )
-            for number in range(settings.shared_places)
+            for name in names
         ]
 
     def rollout_workers(self) -> list[ResidentSpec[RolloutWorker]]:
@@ -362,6 +377,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                     open_store=partial(DurableStore.join, path),
                     disk=disk,
                 ),
+                meetings=leases.folder,
                 team=blueprint.team,
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),
             )

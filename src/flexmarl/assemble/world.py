@@ -21,6 +21,7 @@ from flexmarl.agents.doors import Doors
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.engine_room import RunEngines, room_of_a_private_ray
 from flexmarl.assemble.residents import open_inline, open_ray
+from flexmarl.assemble.standing import MakeSpecs, StandingPlace, group_trainers
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentPlace, ResidentSpec
 from flexmarl.cluster.own_folder import keep_compiled_code
@@ -41,7 +42,6 @@ from flexmarl.rollout.player import Player
 from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
 from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.tools.open_tools import RunningCalls
-from flexmarl.training.group import GroupTrainer, HostMemory, Rank
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 
@@ -105,6 +105,8 @@ class World:
     """Decides which policies hold training devices, if they share any."""
     processes: Processes = field(default_factory=Processes)
     """Processes of its residents; empty if they are objects of this process."""
+    survives_ranks: bool = False
+    """True if the state of every policy comes back after the loss of a rank (process_groups.keep_updated)."""
 
 
 @asynccontextmanager
@@ -152,32 +154,37 @@ async def world_of(
     make_pool: Callable[..., InferencePool] = InferencePool,
     services: Callable[[Cluster], Sequence[ResidentSpec[Any]]] = lambda cluster: [],
     players: Sequence[ResidentSpec[RolloutWorker]] = (),
-    places: Sequence[ResidentSpec[Rank]] = (),
+    places: Sequence[MakeSpecs] = (),
 ) -> AsyncIterator[World]:
     """Spawns a run's residents; leaving the block ends them. The store is the caller's to close.
 
     `services` specifies what they need on the open cluster; a service that is lost is started anew.
     `players` are the rollout workers; without any, the controller plays.
-    `places` are those on which policies train in turns; without any, each has a trainer of its own.
+    `places` are those on which policies train, in turns or with several ranks; without any, each has a trainer of its
+    own.
     Cluster, pool and residency emit to `events` what happens to them.
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
     names = {policy: [InstanceId(policy, n) for n in range(settings.policies[policy].instances)] for policy in served}
     hosts = [policy for policy in served if settings.together(policy)[0] == policy]
     engines = [residents.engine(policy, name) for policy in hosts for name in names[policy]]
-    trainers = places or [residents.trainer(policy) for policy in trained]
+    trainers = [] if places else [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
-        specs = [*engines, *trainers, *players]
+        processes, remotes = Processes(), dict[WorkerId, Any]()
+        standing = [StandingPlace(make_specs, processes) for make_specs in places]
+        specs = [*engines, *trainers, *(spec for place in standing for spec in place.specs), *players]
         room = room_of_a_private_ray(settings, specs, cores=os.cpu_count() or 1)
         cluster = await stack.enter_async_context(residents.cluster(room, events))
-        processes, remotes = Processes(), dict[WorkerId, Any]()
         events.emit(Starting(waits_for=_loading(settings, specs)))
         await stack.enter_async_context(kept_alive(cluster, services(cluster), processes))
         running = RunEngines(settings, cluster, residents, processes)
         workers = await stack.enter_async_context(open_workers(settings, cluster, players, processes))
-        for spec, resident in zip(specs, await cluster.spawn(specs), strict=True):
+        spawned = await cluster.spawn(specs)
+        for place in standing:
+            place.stand(cluster, spawned)
+        for spec, resident in zip(specs, spawned, strict=True):
             remotes[resident.name] = resident.remote
             if spec.kind is ResidentKind.ENGINE:
                 running.add(resident)
@@ -185,9 +192,7 @@ async def world_of(
                 workers.add(resident)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
-        of_policies, groups = trainers_on(
-            settings, residents, trained, [remotes[s.name] for s in trainers], bool(places)
-        )
+        of_policies, groups = trainers_on(settings, residents, trained, remotes, standing)
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
         pool = make_pool(
             {p: [await running.view(name) or remotes[WorkerId.engine(name)] for name in names[p]] for p in served},
@@ -208,21 +213,22 @@ async def world_of(
             processes=processes,
             running=RunningCalls(settings.rollout.tool_calls_at_once),
             workers=workers,
+            survives_ranks=bool(places) and settings.keeps_updated,
         )
 
 
 def trainers_on(
-    settings: RunSettings, residents: Residents, trained: Sequence[PolicyName], remotes: Sequence[Any], shared: bool
+    settings: RunSettings,
+    residents: Residents,
+    trained: Sequence[PolicyName],
+    remotes: Mapping[WorkerId, Any],
+    places: Sequence[StandingPlace],
 ) -> tuple[Mapping[PolicyName, Trainer], Mapping[PolicyName, ProcessGroup]]:
-    """The trainer of each policy, and its process group if it may leave its devices.
-
-    `remotes` are the ranks of the places if these are `shared`, else a trainer for each policy.
-    """
-    if shared:
-        memory = HostMemory(settings.process_groups.host_bytes)
-        groups = {policy: GroupTrainer(policy, remotes, memory) for policy in trained}
+    """The trainer of each policy, and its process group if it may leave its devices: on `places`, if there are any."""
+    if places:
+        groups = group_trainers(settings, trained, places)
         return groups, groups
-    trainers = dict(zip(trained, remotes, strict=True))
+    trainers = {policy: remotes[WorkerId.trainer(policy)] for policy in trained}
     return trainers, residents.process_groups(trainers)
 
 
@@ -231,7 +237,7 @@ def _loading(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> str:
     names = {
         ResidentKind.ENGINE: "engine",
         ResidentKind.TRAINER: "trainer",
-        ResidentKind.RANK: "place",
+        ResidentKind.RANK: "training process",
         ResidentKind.ROLLOUT: "rollout worker",
     }
     counts = Counter(spec.kind for spec in specs)
@@ -340,7 +346,7 @@ def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
                     f"died: {worker.because}; go on from the last checkpoint with --resume"
                 )
             )
-        elif worker.process.kind == ResidentKind.RANK and not failed.done():
+        elif worker.process.kind == ResidentKind.RANK and not failed.done() and not world.survives_ranks:
             failed.set_exception(
                 TrainingError(
                     f"{worker.process}: the training process of a place (pid {worker.pid} on {worker.node}) died: "

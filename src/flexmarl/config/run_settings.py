@@ -364,7 +364,8 @@ class RunSettings(Settings):
         if self.balance.rule != "none" or self.balance.start != "as_configured":
             yield from self._instances_can_move("rule" if self.balance.rule != "none" else "start")
         at_once, policies = self.process_groups.at_once, len(self.trained)
-        if self.shared_places and self.cluster.address != "local":
+        yield from self._ranks_have_processes()
+        if self.shared_places and self.cluster.address != "local" and self.ranks == 1:
             yield (
                 f"process_groups.at_once is {at_once} with {policies} trained policies, but places that policies share "
                 f"are on one machine so far; use cluster.address=local, or process_groups.at_once=null"
@@ -382,6 +383,21 @@ class RunSettings(Settings):
                     f"cluster.backend=ray with process_groups.at_once below {policies}, or process_groups.{key}="
                     f"{str(default).lower()}"
                 )
+
+    def _ranks_have_processes(self) -> Iterator[str]:
+        name = max(self.trained, key=lambda name: self.policies[name].training.ranks, default="")
+        asked = f"policies.{name}.training.ranks is {self.ranks}"
+        if self.ranks > 1 and self.cluster.backend == "inline":
+            yield f"{asked}, but cluster.backend=inline has one process; use cluster.backend=ray, or ranks=1"
+        if self.ranks > 1 and self.cluster.address != "local":
+            yield (
+                f"{asked}, but the ranks of a policy are on one machine so far; use cluster.address=local, or ranks=1"
+            )
+        if self.process_groups.keep_updated and self.cluster.backend == "inline":
+            yield (
+                "process_groups.keep_updated is true, but cluster.backend=inline has one process, with which all is "
+                "lost; use cluster.backend=ray, or keep_updated=null"
+            )
 
     def _instances_can_move(self, key: str) -> Iterator[str]:
         """Checks the engines of trained policies: no others are moved."""
@@ -472,9 +488,23 @@ class RunSettings(Settings):
 
     @property
     def shared_places(self) -> int:
-        """Number of places on which the trained policies take turns; 0 if each has a trainer of its own."""
-        at_once = self.process_groups.at_once
-        return at_once if self.cluster.backend == "ray" and at_once and at_once < len(self.trained) else 0
+        """Number of places on which the policies are trained; 0 if each has a trainer of its own, one process."""
+        at_once, policies = self.process_groups.at_once, len(self.trained)
+        shared = at_once is not None and at_once < policies
+        if self.cluster.backend != "ray" or not (shared or self.ranks > 1 or self.process_groups.keep_updated):
+            return 0
+        return min(at_once or policies, policies)
+
+    @property
+    def ranks(self) -> int:
+        """Training processes of each place: as many as the policy with most ranks has."""
+        return max((self.policies[name].training.ranks for name in self.trained), default=1)
+
+    @property
+    def keeps_updated(self) -> bool:
+        """True if a copy of each policy's state is set aside after each update."""
+        wanted = self.process_groups.keep_updated
+        return self.ranks > 1 if wanted is None else wanted
 
     @property
     def trained(self) -> frozenset[str]:

@@ -156,6 +156,12 @@ class TrainingSettings(UpdateSettings):
     critic: CriticSettings | None = Field(
         default=None, description="A value per token, for estimators that compare with one; null is none."
     )
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        description="Processes that train the policy side by side, each with its part of weights, gradients and "
+        "optimiser (FSDP2) and its share of the rows. They need cluster.backend=ray.",
+    )
     micro_batch: int = Field(default=16, gt=0, description="Ready rows that start one gradient accumulation.")
     max_tokens_per_forward: int = Field(
         default=16384,
@@ -287,6 +293,17 @@ class ProcessGroupSettings(Settings):
         ge=0,
         description="Host memory (shared memory) for states that are set aside, beside their weights, in GB. States "
         "that find no room are files in the temp folder. null: no bound.",
+    )
+
+    keep_updated: bool | None = Field(
+        default=None,
+        description="Set a copy of a policy's state aside after each update, from which it goes on when one of its "
+        "training processes is lost. null: where a policy has several ranks.",
+    )
+    call_timeout_s: float | None = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds after which a training process that does not answer is lost; null: it is waited for.",
     )
 
     @property

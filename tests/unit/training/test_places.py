@@ -23,8 +23,9 @@ from flexmarl.testing.training import accumulate, check_process_group, check_tra
 from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.rank import RankHost, Trained
+from flexmarl.training.backends.ranks import Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.group import GroupTrainer, HostMemory
+from flexmarl.training.group import GroupTrainer, HostMemory, StandingRanks
 from flexmarl.training.interface import HeldRows, RowReader
 from flexmarl.training.residency import Residency
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
@@ -60,10 +61,15 @@ def single(policy: PolicyName, source: Path, kind: str, objects: ObjectStore, ro
 def ranks_of(number: int, source: Path, kinds: Mapping[PolicyName, str], objects: ObjectStore, rows: RowReader):
     trained = {policy: Trained(source=source, settings=settings_of(kind)) for policy, kind in kinds.items()}
 
-    def make(policy: PolicyName, model: PreTrainedModel) -> SingleProcessTrainer:
-        return SingleProcessTrainer(policy, model, trained[policy].settings, objects, rows=rows, seed=7)
+    def make(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
+        return SingleProcessTrainer(policy, model, trained[policy].settings, objects, rows=rows, seed=7, ranks=ranks)
 
     return [RankHost(trained, objects, make) for _ in range(number)]
+
+
+def standing(ranks: Sequence[RankHost]) -> list[StandingRanks]:
+    """Places of one rank each."""
+    return [StandingRanks(rank) for rank in ranks]
 
 
 def lease(place: int, policy: PolicyName = SOLVER) -> Lease:
@@ -81,7 +87,7 @@ def batches_of(samples: Sequence[Sample], parts: int = 3, prefix: str = "mb") ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_keeps_the_contract_of_a_process_group(source: Path, make_samples: Samples, kind: str) -> None:
     def make(objects: ObjectStore, rows: RowReader) -> tuple[GroupTrainer, GroupTrainer]:
-        trainer = GroupTrainer(SOLVER, ranks_of(2, source, {SOLVER: kind}, objects, rows))
+        trainer = GroupTrainer(SOLVER, standing(ranks_of(2, source, {SOLVER: kind}, objects, rows)))
         return trainer, trainer
 
     asyncio.run(check_process_group(make, batches_of(make_samples(14, 8))))
@@ -92,7 +98,7 @@ def test_a_group_on_a_place_keeps_the_contract_of_a_trainer(
     source: Path, make_samples: Samples, tmp_path: Path, kind: str
 ) -> None:
     async def make(objects: ObjectStore, rows: RowReader) -> GroupTrainer:
-        trainer = GroupTrainer(SOLVER, ranks_of(1, source, {SOLVER: kind}, objects, rows))
+        trainer = GroupTrainer(SOLVER, standing(ranks_of(1, source, {SOLVER: kind}, objects, rows)))
         await trainer.resume(lease(0))
         return trainer
 
@@ -108,7 +114,7 @@ def test_swapped_after_each_call_it_is_the_single_trainer_to_the_last_bit(
 
     async def published(swapped: bool) -> list[str]:
         objects, rows = InlineObjectStore(), HeldRows()
-        trainer = group = GroupTrainer(SOLVER, ranks_of(2, source, {SOLVER: kind}, objects, rows))
+        trainer = group = GroupTrainer(SOLVER, standing(ranks_of(2, source, {SOLVER: kind}, objects, rows)))
         if not swapped:
             trainer = single(SOLVER, source, kind, objects, rows)
         place = 0
@@ -146,7 +152,7 @@ def test_policies_with_adapters_on_one_base_take_turns_on_it(source: Path, make_
     async def play() -> tuple[list[int], str]:
         objects, rows = InlineObjectStore(), HeldRows()
         (rank,) = ranks_of(1, source, {SOLVER: "adapter", VERIFIER: "adapter"}, objects, rows)
-        groups = [GroupTrainer(policy, [rank]) for policy in (SOLVER, VERIFIER)]
+        groups = [GroupTrainer(policy, standing([rank])) for policy in (SOLVER, VERIFIER)]
         bases = []
         for round in range(2):
             for group in groups:
@@ -179,7 +185,7 @@ def test_a_block_without_room_leaves_the_policy_on_its_device(source: Path, make
     async def play() -> None:
         objects, rows, samples = Full(), HeldRows(), make_samples(3)
         rows.hold(samples)
-        group = GroupTrainer(SOLVER, ranks_of(1, source, {SOLVER: "bfloat16"}, objects, rows))
+        group = GroupTrainer(SOLVER, standing(ranks_of(1, source, {SOLVER: "bfloat16"}, objects, rows)))
         await group.resume(lease(0))
         await accumulate(group, *batches_of(samples, 1))
         await group.step(divisors_of(samples))
@@ -207,7 +213,7 @@ def test_states_that_find_no_room_in_memory_go_to_disk_and_come_back_with_the_sa
         )
         for rank in ranks:
             rank._disk = disk
-        groups = [GroupTrainer(policy, ranks, memory) for policy in (SOLVER, VERIFIER)]
+        groups = [GroupTrainer(policy, standing(ranks), memory) for policy in (SOLVER, VERIFIER)]
         found, there = [], []
         for round in range(2):
             for group in groups:
@@ -249,7 +255,7 @@ def test_calls_outside_of_sessions_wait_for_a_place_and_leave_it(source: Path, m
         events.listen(Swapped, swaps.append)
         kind = "float64, with critic and reference"
         ranks = ranks_of(1, source, dict.fromkeys(names, kind), objects, rows)
-        groups = {policy: GroupTrainer(policy, ranks) for policy in names}
+        groups = {policy: GroupTrainer(policy, standing(ranks)) for policy in names}
         rows.hold([s for policy in names for s in make_samples(3, policy=policy)])
         async with Residency(groups, ProcessGroupSettings(at_once=1), events=events).open():
             await asyncio.gather(*(group.publish(Version(0)) for group in groups.values()))
@@ -297,7 +303,7 @@ def test_between_suspend_and_resume_the_process_holds_nothing_and_the_blocks_are
 
     async def play() -> None:
         (rank,) = ranks_of(1, tmp_path / "model", {SOLVER: "full", VERIFIER: "full"}, objects, rows)
-        group, warm = (GroupTrainer(policy, [rank]) for policy in (SOLVER, VERIFIER))
+        group, warm = (GroupTrainer(policy, standing([rank])) for policy in (SOLVER, VERIFIER))
         await warm.resume(lease(0, VERIFIER))  # What torch and transformers load at the first use is no policy's.
         await warm.suspend()
         before = anonymous()

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flexmarl.errors import ConfigError, TrainingError, boundary
+from flexmarl.training.backends.ranks import ALONE, Ranks, as_whole, part
 from flexmarl.training.settings import Dtype, UpdateSettings
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -236,19 +237,21 @@ class Updater:
         *,
         extra: Mapping[str, nn.Parameter] = {},
         extra_rate: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`extra` are parameters, by name, that are trained with the model but are not part of it.
 
-        `extra_rate` is their peak learning rate; None means that of the model.
+        `extra_rate` is their peak learning rate; None means that of the model. Each of several `ranks` updates its part
+        of every parameter: masters, gradients and moments are parts.
         """
-        self._settings = settings
+        self._settings, self._ranks = settings, ranks
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} | dict(extra)
         for parameter in self.parameters.values():
             if parameter.dtype == torch.bfloat16:
                 parameter.grad_dtype = torch.float32
-        self.masters = {
-            name: p.detach().float() if p.dtype == torch.bfloat16 else p for name, p in self.parameters.items()
-        }
+        self._held = {name: p if part(p) is p else part(p.detach()) for name, p in self.parameters.items()}
+        """The parts of the parameters that this rank has."""
+        self.masters = {name: p.detach().float() if p.dtype == torch.bfloat16 else p for name, p in self._held.items()}
         adamw = settings.optimizer
         own = [master for name, master in self.masters.items() if name not in extra]
         self._rates = [adamw.learning_rate, *([extra_rate or adamw.learning_rate] if extra else [])]
@@ -265,7 +268,7 @@ class Updater:
     def take_gradients(self) -> list[Tensor]:
         """Takes the gradients since the last call out of the parameters, with zeros for parameters that have none."""
         gradients = [
-            torch.zeros_like(master) if parameter.grad is None else parameter.grad
+            torch.zeros_like(master) if parameter.grad is None else part(parameter.grad)
             for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True)
         ]
         for parameter in self.parameters.values():
@@ -278,7 +281,7 @@ class Updater:
         Raises TrainingError if a gradient is not finite, and then the weights do not change. Raises it also if weights
         are not finite after the update, and then they are lost.
         """
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self._ranks.norm(torch.nn.utils.get_total_norm(gradients))
         if not norm.isfinite():
             raise TrainingError(
                 f"{where}: gradient norm is {norm.item()}; the weights are unchanged. Look for extreme advantages, or "
@@ -296,7 +299,7 @@ class Updater:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.refresh()
-        if names := unbounded(self.parameters):
+        if names := self.unbounded():
             raise TrainingError(
                 f"{where}: after update {update + 1} these weights are not finite, or too large for a finite norm: "
                 f"{some_of(names)}; nothing of this update is published or saved. The likely cause is "
@@ -308,6 +311,14 @@ class Updater:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copies master weights into the parameters that have a separate master."""
-        for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
-            if parameter is not master:
-                parameter.copy_(master)
+        for held, master in zip(self._held.values(), self.masters.values(), strict=True):
+            if held is not master:
+                held.copy_(master)
+
+    def unbounded(self) -> list[str]:
+        """Together: names of parameters that are not finite, or have no finite norm."""
+        return list(dict.fromkeys(name for of_rank in self._ranks.everyone(unbounded(self._held)) for name in of_rank))
+
+    def whole(self, name: str, mine: Tensor) -> Tensor:
+        """The whole of a parameter's master, gradient or moment, from this rank's part: a DTensor if there are more."""
+        return as_whole(mine, self.parameters[name]) if mine.dim() else mine

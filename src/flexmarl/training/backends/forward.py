@@ -91,7 +91,7 @@ class ValueHead(nn.Module):
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         device = next(embeddings.parameters()).device
         self.weight = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))  # FSDP2 cannot share out a number.
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[N] values from hidden states [N, H]."""
@@ -108,6 +108,8 @@ class Pass:
     """The same samples merged, in this order; None if they go as padded rows."""
     tokens_saved: int = 0
     """Tokens of the samples that are not computed because other samples share them."""
+    idle: bool = False
+    """True if it counts for nothing: its rank has none left, and the others need it for theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,11 @@ class TokenOutputs:
     """[N] entropy of the distribution at each token, at temperature 1; with gradient only if asked for."""
     values: Tensor | None = None
     """[N] output of the value head before each token, with gradient."""
+
+    def nothing(self) -> Tensor:
+        """0, with a gradient of 0 for every parameter."""
+        values = 0.0 if self.values is None else self.values[:0].sum()
+        return self.logprobs[:0].sum() + values
 
 
 def plan(
@@ -137,7 +144,7 @@ def plan(
     trees = list(_trees(samples, settings, shape)) if shape is not None and samples else []
     in_tree = {row for together in trees for row in together.rows.tolist()}
     left = np.array([row for row in range(len(samples)) if row not in in_tree], dtype=np.int64)
-    lengths = np.array([len(_inputs(samples[row])) + 1 for row in left], dtype=np.int64)
+    lengths = np.array([len(inputs_of(samples[row])) + 1 for row in left], dtype=np.int64)
     return trees + [Pass(left[rows]) for rows in plan_passes(lengths, settings.max_tokens_per_forward, overhead)]
 
 
@@ -149,13 +156,16 @@ def run(
     value_head: ValueHead | None = None,
     entropy_gradient: bool = False,
     form: HeadForm | None = None,
+    dtype: torch.dtype | None = None,
 ) -> TokenOutputs:
     """Makes one pass. Every sample must have sampled tokens. `tree` merges them, for a model that can run along it.
 
     A node of the tree goes through the head once, however many rows it predicts a token of. `form` is the model's
-    `head_form`; without it, all logits of the pass are made at once.
+    `head_form`; without it, all logits of the pass are made at once. `dtype` is the type in which the model computes;
+    None: that of its weights.
     """
-    rows, places, options = (_padded(samples), None, {}) if tree is None else _merged(model, samples, tree)
+    merged = tree and _merged(samples, tree, model.device, dtype or model.dtype)
+    rows, places, options = merged or (_padded(samples), None, {})
     found = predict(model, rows, form=form, places=places, entropy_gradient=entropy_gradient, **options)
     if value_head is None:
         return TokenOutputs(found.logprobs, found.entropy)
@@ -164,7 +174,7 @@ def run(
 
 
 def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelShape) -> Iterator[Pass]:
-    inputs = [_inputs(sample) for sample in samples]
+    inputs = [inputs_of(sample) for sample in samples]
     lengths = np.array([len(row) for row in inputs], dtype=np.int64)
     order, shared = sort_rows(inputs)
     always = settings.tree == "on"
@@ -186,17 +196,19 @@ def _cost_of_rows(lengths: NDArray[np.int64], settings: TrainingSettings, shape:
     return sum(shape.cost_of_rows(lengths[rows]) for rows in passes)
 
 
-def _inputs(sample: Sample) -> IntArray:
+def inputs_of(sample: Sample) -> IntArray:
     """Tokens of a row that must be computed: all but the last, which predicts nothing."""
     return np.concatenate((sample.turn.prompt_ids, sample.turn.response_ids[:-1]))
 
 
-def _merged(model: PreTrainedModel, samples: Sequence[Sample], tree: PrefixTree) -> tuple[PaddedRows, Tensor, Any]:
+def _merged(
+    samples: Sequence[Sample], tree: PrefixTree, device: torch.device, dtype: torch.dtype
+) -> tuple[PaddedRows, Tensor, Any]:
     """The tree as one row; [N] which gathered node predicts each token; the model's other arguments."""
-    ids, options = along(tree, model.device, model.dtype)
+    ids, options = along(tree, device, dtype)
     nodes, places = np.unique(tree.predictors, return_inverse=True)
     targets = np.concatenate([s.turn.response_ids for s in samples]).astype(np.int64)
-    return PaddedRows(ids, nodes, targets), torch.from_numpy(places).to(model.device), options
+    return PaddedRows(ids, nodes, targets), torch.from_numpy(places).to(device), options
 
 
 def _padded(samples: Sequence[Sample]) -> PaddedRows:

@@ -22,6 +22,7 @@ from flexmarl.training.backends.causal_lm import Updater
 from flexmarl.training.backends.forward import Pass
 from flexmarl.training.backends.network import Network
 from flexmarl.training.backends.objective import Objective
+from flexmarl.training.backends.ranks import Ranks
 from flexmarl.training.tree.cost import ROW_TOKENS, SAVED
 
 
@@ -48,6 +49,13 @@ class OpenSums:
         self.num_tokens += more.num_tokens
         self.sums = {name: value + more.sums.get(name, 0.0) for name, value in {**more.sums, **self.sums}.items()}
         self.scored_loss += more.scored_loss
+
+    def total(self, ranks: Ranks) -> None:
+        """Makes the counts and sums those of all ranks. Each keeps its parts of the gradients."""
+        figures = {"samples": self.num_samples, "tokens": self.num_tokens, "scored": self.scored_loss}
+        totals, self.sums = ranks.total(figures), ranks.total(self.sums)
+        self.num_samples, self.num_tokens = round(totals["samples"]), totals["tokens"]
+        self.scored_loss = totals["scored"]
 
     def gradients(self, line: CreditLine) -> list[Tensor]:
         """scale x scored + offset x plain, computed in the memory of `scored`."""
@@ -140,6 +148,9 @@ class Backward:
         reference = network.reference_logprobs(samples, together.tree) if objective.needs_reference else None
         with network.computing():
             outputs = network.outputs(samples, together.tree, entropy_gradient=objective.needs_entropy_gradient)
+            if together.idle:
+                outputs.nothing().backward()
+                return {}
             loss, figures = objective(samples, weights, outputs, version=version, reference=reference)
             (loss * self._scale).backward()
         return objective.sums(samples, figures) | _computed(samples, together)
@@ -148,16 +159,21 @@ class Backward:
         """Sums of one pass over some rows of one open credit group. No gradients stay in the parameters.
 
         It takes one forward pass. A second backward pass is needed only if scores differ: if they are equal, the sum of
-        c g is a multiple of the sum of g.
+        c g is a multiple of the sum of g. Several ranks look at the scores of all their rows: they need equally many.
         """
         samples, weights = _of(members, together)
-        scores = [sample.advantage for sample in samples]
+        compared = samples if self._network.ranks.world == 1 else [sample for sample, _ in members]
+        scores = [sample.advantage for sample in compared]
+        differ = len(set(scores)) > 1
         plain_samples = [replace(sample, advantage=1.0) for sample in samples]
         with self._network.computing():
             outputs = self._network.outputs(samples, together.tree)
-            plain_loss, figures = self._objective(plain_samples, weights, outputs, version=version)
-            scored_loss, _ = self._objective(samples, weights, outputs, version=version)
-            differ = len(set(scores)) > 1
+            if together.idle:
+                plain_loss, scored_loss, sums, counted = outputs.nothing(), outputs.nothing(), {}, []
+            else:
+                plain_loss, figures = self._objective(plain_samples, weights, outputs, version=version)
+                scored_loss, _ = self._objective(samples, weights, outputs, version=version)
+                sums, counted = self._objective.sums(plain_samples, figures) | _computed(samples, together), samples
             (plain_loss * self._scale).backward(retain_graph=differ)
             plain = self._updater.take_gradients()
             if differ:
@@ -168,9 +184,9 @@ class Backward:
         return OpenSums(
             plain=plain,
             scored=scored,
-            num_samples=len(samples),
-            num_tokens=sum(sample.weight * sample.num_tokens for sample in samples),
-            sums=self._objective.sums(plain_samples, figures) | _computed(samples, together),
+            num_samples=len(counted),
+            num_tokens=sum(sample.weight * sample.num_tokens for sample in counted),
+            sums=sums,
             scored_loss=float(scored_loss.detach()),
         )
 

@@ -7,6 +7,9 @@
 Blocks are objects of the run's object store, which are written again and again (objects/backends/blocks.py). The block
 of the weights is the object that engines load: a version that was set is not copied again. Policies with adapters on
 one base take turns on that base, which stays.
+
+With several ranks, all of them are called at the same time. The first one writes the blocks, which are whole; each
+reads its part of them, whatever the number of ranks that there were before.
 """
 
 import gc
@@ -20,10 +23,11 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.torch_device import free_unused, place
-from flexmarl.errors import ObjectError, TrainingError, boundary
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, weights_key
+from flexmarl.errors import FlexmarlError, ObjectError, TrainingError, boundary
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, canary_key, weights_key
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.backends.causal_lm import DTYPES, check_model_files, load_model, unique_tensors
+from flexmarl.training.backends.ranks import ALONE, Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.backends.state import Tensors, TrainerState, bind, buffers_of, empty_like, facts_of
 from flexmarl.training.group import SetAside
@@ -49,8 +53,9 @@ class Trained:
         return None if self.settings.lora is None else (str(self.source), self.settings.dtype)
 
 
-MakeSingle = Callable[[PolicyName, PreTrainedModel], SingleProcessTrainer]
-"""Makes the trainer of a policy around a model that is loaded already; called on the rank's device thread."""
+MakeSingle = Callable[[PolicyName, PreTrainedModel, Ranks], SingleProcessTrainer]
+"""Makes the trainer of a policy around a model that is loaded already, as one of these ranks; called on the rank's
+device thread."""
 
 
 @dataclass(slots=True)
@@ -74,14 +79,19 @@ class RankHost:
         disk: ObjectStore | None = None,
         device: str = "cpu",
         thread: DeviceThread | None = None,
+        ranks: Mapping[int, Ranks] | None = None,
     ) -> None:
         """`policies` are those that it may be asked to hold. States that find no room in `objects` go to `disk`.
 
+        `ranks` has its view of the first n ranks of its place, by n; without it, it is the only one.
         The model is made, and copied from its blocks, on `thread`; without it, at once.
         """
         self._policies, self._objects, self._make = policies, objects, make
         self._disk = disk or objects
         self._device, self._thread = device, thread
+        self._views = ranks or {1: ALONE}
+        self._ranks = ALONE
+        """The ranks that hold the policy."""
         self._trainer: SingleProcessTrainer | None = None
         self._policy = PolicyName("")
         self._aside: SetAside | None = None
@@ -90,23 +100,54 @@ class RankHost:
         self._skeletons: dict[str | Path, PreTrainedModel] = {}
         """Models without memory, by their source."""
 
-    async def resume(self, policy: PolicyName, aside: SetAside | None) -> None:
-        """Brings a policy's state onto the device. Its blocks are then free; the state that it had is gone."""
+    async def resume(self, policy: PolicyName, aside: SetAside | None, world: int = 1, *, keep: bool = False) -> None:
+        """Brings a policy's state onto the device. Unless `keep`, its blocks are then free, and gone."""
         if self._trainer is not None:
             raise TrainingError(f"policy '{policy}': this place holds policy '{self._policy}'; suspend that first")
+        ranks = self._views[world]
         with boundary(TrainingError, f"policy '{policy}': bringing its state back"):
             if aside is None:
-                self._trainer = await self._run(lambda: self._make(policy, self._first_model(policy)))
+                self._trainer = await self._run(lambda: self._make(policy, self._first_model(policy, ranks), ranks))
             else:
-                here = {kind: empty_like(facts, self._device) for kind, facts in aside.tensors.items()}
-                for kind, key in aside.blocks.items():
-                    await self._tier(aside, kind).get_into(key, here[kind], verify="names", run=self._run)
-                self._trainer = await self._run(lambda: self._brought_back(policy, aside, here))
-                await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
-        self._policy, self._aside = policy, aside
+                here = {kind: await self._read(aside, kind, ranks) for kind in aside.tensors}
+                self._trainer = await self._run(lambda: self._brought_back(policy, aside, here, ranks))
+                if not keep and ranks.is_first:
+                    await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
+            if ranks.is_first:
+                await self._forget_newer(policy, aside)
+        self._policy, self._aside, self._ranks = policy, aside, ranks
+
+    async def _read(self, aside: SetAside, kind: str, ranks: Ranks) -> Tensors:
+        """The whole tensors of a kind: copied, or seen where they are, if several ranks take their parts."""
+        tier, key = self._tier(aside, kind), aside.blocks.get(kind)
+        if ranks.world > 1 and key is not None and kind != "buffers":
+            return dict(await tier.get(key))
+        here = empty_like(aside.tensors[kind], self._device)
+        if key is not None:
+            await tier.get_into(key, here, verify="names", run=self._run)
+        return here
+
+    async def _forget_newer(self, policy: PolicyName, aside: SetAside | None) -> None:
+        """Releases what a lost rank may have published after this state. Nobody was told of it."""
+        newer = (Version(0), Version(1)) if aside is None else (Version(aside.version + 1),)
+        for version in newer:
+            await self._objects.release(weights_key(policy, version))
+            await self._objects.release(canary_key(policy, version))
 
     async def suspend(self, room: int | None = None) -> SetAside:
         """Sets the state aside in blocks, then frees the device. If a block cannot be written, the state stays."""
+        aside = await self._copied(room)
+        self._trainer, self._aside = None, None
+        await self._run(self._free)
+        return aside
+
+    async def keep(self, room: int | None = None) -> SetAside:
+        """Sets a copy of the state aside in blocks, in place of the copy before."""
+        self._aside = await self._copied(room)
+        return self._aside
+
+    async def _copied(self, room: int | None) -> SetAside:
+        """The state in new blocks, which replace those of the state before."""
         trainer, policy, before = self._held(), self._policy, self._aside
         with boundary(TrainingError, f"policy '{policy}': setting its state aside"):
             state, number = await trainer.state(), before.number + 1 if before else 0
@@ -124,23 +165,36 @@ class RankHost:
             )
             known = set() if before is None else set(before.blocks.values())
             new = [kind for kind, key in aside.blocks.items() if kind != "weights" and key not in known]
-            try:
-                for kind in new:
-                    await self._tier(aside, kind).set(aside.blocks[kind], state.tensors[kind])
-            except BaseException as error:
-                await self._release(aside, new)
-                if isinstance(error, ObjectError):
-                    raise TrainingError(
-                        f"policy '{policy}': its state of {num_bytes:,} bytes cannot be set aside, and stays where it "
-                        f"is: {error}; process_groups.host_gb decides how much goes to memory, the rest goes to disk"
-                    ) from error
-                raise
-            if before and before.blocks.get("reference") not in (None, aside.blocks.get("reference")):
-                await self._release(before, ["reference"])
-        del trainer, state
-        self._trainer, self._aside = None, None
-        await self._run(self._free)
+            await self._write(aside, new, state)
+            if before is not None and self._ranks.is_first:
+                held = {"weights", *(kind for kind, key in before.blocks.items() if key == aside.blocks.get(kind))}
+                await self._release(before, [kind for kind in before.blocks if kind not in held])
         return aside
+
+    async def _write(self, aside: SetAside, kinds: Sequence[str], state: TrainerState) -> None:
+        """Writes the blocks of these kinds. Raises TrainingError, on every rank, if one cannot be written."""
+        ranks, failed = self._ranks, None
+        try:
+            for kind in kinds:
+                whole = await self._run(lambda kind=kind: ranks.whole(state.tensors[kind]))
+                if ranks.is_first and failed is None:
+                    key, tier = aside.blocks[kind], self._tier(aside, kind)
+                    try:
+                        await tier.release(key)  # A lost rank may have written it.
+                        await tier.set(key, whole)
+                    except FlexmarlError as error:
+                        failed = error
+        except BaseException:
+            await self._release(aside, kinds)
+            raise
+        if failed is not None:
+            await self._release(aside, kinds)
+        if isinstance(failed, ObjectError):
+            failed = TrainingError(
+                f"policy '{self._policy}': its state of {aside.num_bytes:,} bytes cannot be set aside, and stays where "
+                f"it is: {failed}; process_groups.host_gb decides how much goes to memory, the rest goes to disk"
+            )
+        await self._run(lambda: ranks.agree(failed))
 
     def _key(self, trainer: SingleProcessTrainer, kind: str, number: int) -> ObjectKey:
         """The object that gets a kind of tensors. Weights are published; a reference changes in a reset only."""
@@ -158,10 +212,13 @@ class RankHost:
             if kind in aside.blocks:
                 await self._tier(aside, kind).release(aside.blocks[kind])
 
-    def _first_model(self, policy: PolicyName) -> PreTrainedModel:
-        """The model that a policy begins with, from its files, or on the base that is here."""
+    def _first_model(self, policy: PolicyName, ranks: Ranks) -> PreTrainedModel:
+        """The model that a policy begins with, from its files, or on the base that is here.
+
+        Several ranks keep no base: each would keep it whole.
+        """
         trained = self._policies[policy]
-        if trained.base is None:
+        if trained.base is None or ranks.world > 1:
             self._base = None
             return load_model(trained.source)
         return self._on_base(trained)
@@ -182,14 +239,16 @@ class RankHost:
             self._skeletons[trained.source] = check_model_files(trained.source)
         return deepcopy(self._skeletons[trained.source])
 
-    def _brought_back(self, policy: PolicyName, aside: SetAside, here: dict[str, Tensors]) -> SingleProcessTrainer:
+    def _brought_back(
+        self, policy: PolicyName, aside: SetAside, here: dict[str, Tensors], ranks: Ranks
+    ) -> SingleProcessTrainer:
         trained = self._policies[policy]
         if trained.base is None:
             self._base = None
             model = bind(self._skeleton(trained), here["weights"], here.get("buffers", {}))
         else:
-            model = self._on_base(trained)
-        trainer = self._make(policy, model)
+            model = self._first_model(policy, ranks)
+        trainer = self._make(policy, model, ranks)
         trainer.take_state(TrainerState(tensors=here, facts=dict(aside.facts)), aside.version, aside.published)
         return trainer
 

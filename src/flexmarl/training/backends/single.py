@@ -3,22 +3,19 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.cluster.own_folder import require_space
 from flexmarl.cluster.torch_device import returning_heap
-from flexmarl.errors import CheckpointError, TrainingError, boundary
-from flexmarl.objects.interface import Checksum, ObjectStore, canary_key, weights_key
+from flexmarl.errors import CheckpointError, FlexmarlError, TrainingError, boundary
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, canary_key, weights_key
 from flexmarl.records import (
     CreditLine,
     Divisors,
@@ -32,18 +29,13 @@ from flexmarl.records import (
     Version,
 )
 from flexmarl.training.aggregation import token_weights
-from flexmarl.training.backends.causal_lm import Updater, some_of, unbounded
-from flexmarl.training.backends.gradients import (
-    Backward,
-    GradientCache,
-    OpenSums,
-    Weighted,
-    check_optimizer,
-    check_weights,
-)
+from flexmarl.training.backends.causal_lm import Updater, some_of
+from flexmarl.training.backends.gradients import Backward, GradientCache, OpenSums, Weighted
 from flexmarl.training.backends.network import Network
 from flexmarl.training.backends.objective import Objective
+from flexmarl.training.backends.ranks import ALONE, Ranks
 from flexmarl.training.backends.state import TrainerState, state_of, take_state
+from flexmarl.training.backends.trainer_files import Counted, read_trainer, write_trainer
 from flexmarl.training.interface import Appraised, RowReader, UpdateReport
 from flexmarl.training.kl import divergence
 from flexmarl.training.settings import TrainingSettings
@@ -72,6 +64,9 @@ class SingleProcessTrainer:
     Memory per parameter in float32: weight 4, gradients of the micro-batch 4, gradient cache 4, AdamW 8 bytes. The two
     gradients are apart, so that a micro-batch that fails half-way leaves the cache as it was. With `lora` only the
     adapter has more than its weights, and is all that a checkpoint holds.
+
+    With several ranks, each process has such a trainer and the same calls are made of all of them, in the same order.
+    Each computes its share of the rows and has its part of all of the above; reports are those of all rows.
     """
 
     def __init__(
@@ -89,6 +84,7 @@ class SingleProcessTrainer:
         deterministic: bool = False,
         rows: RowReader | None = None,
         canary: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`canary`: each version is published with one, for engines that want it (`canary_key`).
 
@@ -98,10 +94,11 @@ class SingleProcessTrainer:
         """
         self._policy, self._settings, self._objects = policy, settings, objects
         self._thread, self._tokenizer = thread, tokenizer
-        self._network = Network(model, settings, device=device, seed=seed, deterministic=deterministic)
+        self._ranks = ranks
+        self._network = Network(model, settings, device=device, seed=seed, deterministic=deterministic, ranks=ranks)
         self._objective = Objective(settings)
         rate = None if settings.critic is None else settings.critic.learning_rate
-        self._updater = Updater(model, settings, extra=self._network.extra, extra_rate=rate)
+        self._updater = Updater(model, settings, extra=self._network.extra, extra_rate=rate, ranks=ranks)
         scale = settings.accumulation_scale
         self._backward = Backward(self._network, self._objective, self._updater, scale=scale)
         self._version = Version(version)
@@ -166,7 +163,7 @@ class SingleProcessTrainer:
             await self._run(self._updater.take_gradients)
             sums = [
                 await self._run(self._backward.add, trained, together, self._version)
-                for together in self._network.plan([sample for sample, _ in trained])
+                for together in await self._run(self._network.plan, [sample for sample, _ in trained])
             ]
             gradients = await self._run(self._updater.take_gradients) if sums else None
             opened = await self._open_sums([pair for pair in weighted if pair[0].open_group])
@@ -196,8 +193,27 @@ class SingleProcessTrainer:
             tensors = await self._run(self._published)
             if self._canaries is not None:
                 await self._publish_canary(self._canaries, version)
-        checksum = (await self._objects.set(weights_key(self._policy, version), tensors)).checksum
+            if self._ranks.world > 1:  # Ranks agree on every call before the next one begins.
+                return await self._publish(version, tensors)
+        return await self._publish(version, tensors)
+
+    async def _publish(self, version: Version, tensors: Mapping[str, Tensor]) -> Checksum:
+        checksum = await self._set(weights_key(self._policy, version), tensors)
         self._published_as = (version, checksum)
+        return checksum
+
+    async def _set(self, key: ObjectKey, tensors: Mapping[str, Tensor]) -> Checksum:
+        """Sets an object from the first rank, which alone knows the checksum."""
+        checksum, error = Checksum(""), None
+        try:
+            if self._ranks.is_first:
+                checksum = (await self._objects.set(key, tensors)).checksum
+        except FlexmarlError as raised:
+            error = raised
+        if self._ranks.world > 1:
+            await self._run(self._ranks.agree, error)
+        elif error is not None:
+            raise error
         return checksum
 
     async def state(self) -> TrainerState:
@@ -220,7 +236,7 @@ class SingleProcessTrainer:
 
     async def _publish_canary(self, held: list[Version], version: Version) -> None:
         """Sets the canary, and releases those before the last one: an instance may still load the last version."""
-        await self._objects.set(canary_key(self._policy, version), await self._run(self._network.canary))
+        await self._set(canary_key(self._policy, version), await self._run(self._network.canary))
         held.append(version)
         while len(held) > 2:
             await self._objects.release(canary_key(self._policy, held.pop(0)))
@@ -234,18 +250,24 @@ class SingleProcessTrainer:
         """Reads the turns, and appraises them."""
         if self._rows is None:
             raise TrainingError(f"{self._where}: it has no rows to read {some_of(ids)} from; give it `rows`")
-        return await self.appraise_turns(await self._rows.turns(ids))
+        if self._ranks.world == 1:
+            return await self.appraise_turns(await self._rows.turns(ids))
+        async with self._turn:  # From here on: ranks may read rows in different times, and must compute in one order.
+            return await self._appraise(await self._rows.turns(ids))
 
     async def appraise_turns(self, turns: Sequence[Turn]) -> list[Appraised]:
         """Computes values with the current weights, and the reference's log-probabilities with the initial ones."""
+        async with self._turn:
+            return await self._appraise(turns)
+
+    async def _appraise(self, turns: Sequence[Turn]) -> list[Appraised]:
         samples = [Sample(turn=turn, advantage=0.0) for turn in turns]
         network, nothing = self._network, [None] * len(samples)
-        async with self._turn:
-            with boundary(TrainingError, f"{self._where}: appraising {some_of([turn.sample_id for turn in turns])}"):
-                values = await self._per_sample(samples, network.values) if network.has_values else nothing
-                reference = nothing
-                if network.has_reference:
-                    reference = await self._per_sample(samples, network.reference_logprobs)
+        with boundary(TrainingError, f"{self._where}: appraising {some_of([turn.sample_id for turn in turns])}"):
+            values = await self._per_sample(samples, network.values) if network.has_values else nothing
+            reference = nothing
+            if network.has_reference:
+                reference = await self._per_sample(samples, network.reference_logprobs)
         return [
             Appraised(values=v, reference=r, divergence=None if r is None else self._divergence(turn, r))
             for turn, v, r in zip(turns, values, reference, strict=True)
@@ -275,8 +297,9 @@ class SingleProcessTrainer:
         """
         async with self._turn:
             self._require_finite()
+            counted = Counted(policy=self._policy, version=self._version, reports=self._reports)
             with boundary(CheckpointError, f"{self._where}: saving to {path}"):
-                await self._run(self._save, path)
+                await self._run(write_trainer, path, counted, self._network, self._updater, self._cache)
 
     async def load(self, path: Path) -> Version:
         """Restores what `save` wrote, the gradient cache included."""
@@ -291,7 +314,7 @@ class SingleProcessTrainer:
             self._require_finite()
             with boundary(CheckpointError, f"{self._where}: exporting to {path}"):
                 await self._run(self._network.export, path, form)
-                if self._tokenizer is not None:
+                if self._tokenizer is not None and self._ranks.is_first:
                     self._tokenizer.save_pretrained(str(path))
 
     def _require_finite(self) -> None:
@@ -300,13 +323,16 @@ class SingleProcessTrainer:
 
     def _published(self) -> dict[str, Tensor]:
         tensors = self._network.published()
+        self._ranks.first(lambda: self._check(tensors))
+        return tensors
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
         if self._settings.lora is not None and (names := self._network.unbounded(tensors)):
             raise TrainingError(
                 f"{self._where}: with the adapter these weights are not finite, or too large for a finite norm: "
                 f"{some_of(names)}; nothing was published. The likely cause is training.optimizer.learning_rate, "
                 f"{self._settings.optimizer.learning_rate:g}: use a lower one"
             )
-        return tensors
 
     @property
     def _where(self) -> str:
@@ -320,12 +346,14 @@ class SingleProcessTrainer:
         found: dict[str, OpenSums] = {}
         for name in dict.fromkeys(sample.open_group for sample, _ in rows):
             members = [row for row in rows if row[0].open_group == name]
-            for together in self._network.plan([sample for sample, _ in members]):
+            for together in await self._run(self._network.plan, [sample for sample, _ in members]):
                 more = await self._run(self._backward.open_sums, members, together, self._version)
                 if name in found:
                     found[name].add(more)
                 else:
                     found[name] = more
+            if self._ranks.world > 1:
+                await self._run(found[name].total, self._ranks)
         return found
 
     def _close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
@@ -346,11 +374,12 @@ class SingleProcessTrainer:
         if gradients is not None:
             self._cache.add(gradients)
         self._cache.add_open(opened)
+        of_ranks = self._ranks.everyone((self._objective.total(sums), time.perf_counter() - started))
         report = LossReport(
             micro_batch_id=batch.micro_batch_id,
             **batch.counts(),
-            sums=self._objective.total(sums),
-            duration_s=time.perf_counter() - started,
+            sums=self._objective.total(of_rank for of_rank, _ in of_ranks),
+            duration_s=max(duration_s for _, duration_s in of_ranks),
         )
         self._reports[batch.micro_batch_id] = report
         return report
@@ -374,7 +403,7 @@ class SingleProcessTrainer:
             try:
                 norm, learning_rate = self._updater.apply(gradients, self._version, self._where)
             except TrainingError as error:
-                self._failure = str(error) if unbounded(self._updater.parameters) else ""
+                self._failure = str(error) if self._updater.unbounded() else ""
                 raise
             self._version = Version(self._version + 1)
             update = self._report(total, norm, learning_rate)
@@ -399,61 +428,21 @@ class SingleProcessTrainer:
         self, samples: Sequence[Sample], of_tokens: Callable[[Sequence[Sample], PrefixTree | None], Tensor]
     ) -> list[FloatArray]:
         """Returns [R] float32 for each sample; `of_tokens` computes the tokens of some samples, in order."""
-        found = [np.zeros(0, dtype=np.float32) for _ in samples]
+        found, mine = [np.zeros(0, dtype=np.float32) for _ in samples], dict[int, FloatArray]()
         filled = [i for i, sample in enumerate(samples) if sample.num_tokens]
-        for together in self._network.plan([samples[i] for i in filled]):
+        for together in await self._run(self._network.plan, [samples[i] for i in filled]):
             places = [filled[row] for row in together.rows]
             flat = (await self._run(of_tokens, [samples[i] for i in places], together.tree)).float().cpu().numpy()
             ends = np.cumsum([samples[i].num_tokens for i in places])
-            for i, of_sample in zip(places, np.split(flat, ends), strict=False):
+            if not together.idle:
+                mine |= dict(zip(places, np.split(flat, ends), strict=False))
+        for of_rank in await self._run(self._ranks.everyone, mine):
+            for i, of_sample in of_rank.items():
                 found[i] = of_sample
         return found
 
-    def _save(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        require_space(path, self._checkpoint_bytes(), f"the state of policy '{self._policy}'")
-        save_file({n: t.detach().contiguous() for n, t in self._updater.masters.items()}, path / "weights.safetensors")
-        state = {
-            "policy": self._policy,
-            "version": self._version,
-            "optimizer": self._updater.optimizer.state_dict(),
-            "cache": self._cache.state(),
-            "reports": [asdict(report) for report in self._reports.values()],
-        }
-        torch.save(state, path / "trainer.pt")
-        if reference := self._reference_state():
-            save_file({n: t.detach().contiguous() for n, t in reference.items()}, path / "reference.safetensors")
-
-    def _reference_state(self) -> dict[str, Tensor]:
-        has_moved = self._network.has_reference and self._network.reference.moved
-        return self._network.reference.tensors() if has_moved else {}
-
-    def _checkpoint_bytes(self) -> int:
-        tensors = [*self._updater.masters.values(), *self._cache.tensors, *self._reference_state().values()]
-        tensors += [value for values in self._updater.optimizer.state.values() for value in values.values()]
-        return sum(tensor.nbytes for tensor in tensors)
-
     def _load(self, path: Path) -> None:
-        weights = load_file(path / "weights.safetensors")
-        state = torch.load(path / "trainer.pt", map_location=self._network.model.device, weights_only=True)
-        masters, optimizer = self._updater.masters, self._updater.optimizer
-        check_weights(path, weights, masters)
-        check_optimizer(path, state["optimizer"], [p for group in optimizer.param_groups for p in group["params"]])
-        with torch.no_grad():
-            for name, master in masters.items():
-                master.copy_(weights[name])
-        self._updater.refresh()
-        if names := unbounded(self._updater.parameters):
-            raise CheckpointError(
-                f"{path} holds weights that are not finite: {some_of(names)}; remove {path.parent} to go on from the "
-                f"checkpoint before it"
-            )
+        counted = read_trainer(path, self._network, self._updater, self._cache)
         self._failure = ""
-        optimizer.load_state_dict(state["optimizer"])
-        self._version = Version(state["version"])
-        self._cache.load(state["cache"])
-        self._reports = {report["micro_batch_id"]: LossReport(**report) for report in state["reports"]}
-        if self._network.has_reference:
-            held = path / "reference.safetensors"
-            self._network.reference.take(load_file(held) if held.exists() else {}, moved=held.exists())
+        self._version, self._reports = counted.version, counted.reports
         self.reference_was_reset, self._published_as = True, None

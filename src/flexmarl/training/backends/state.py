@@ -9,7 +9,8 @@ open         two sums of each open credit group
 reference    the weights of the reference, if they are a copy, or the adapter of its last reset
 facts        what is no tensor: counts and names
 
-Names are those of the parameters, so a state belongs to no device and no process.
+Names are those of the parameters, so a state belongs to no device and no process, nor to a number of ranks: a tensor of
+which ranks have parts is laid out whole.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmarl.training.backends.causal_lm import Updater, unique_tensors, use_onednn
+from flexmarl.training.backends.causal_lm import Updater, use_onednn
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.network import Network
+from flexmarl.training.backends.ranks import part_of
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainerState:
-    """The whole state of a trainer. Its tensors are the trainer's own until they are copied."""
+    """The whole state of a trainer. Its tensors are the trainer's own until they are copied.
+
+    Where several ranks have parts of a tensor, it is a DTensor here, and whole in blocks and files.
+    """
 
     tensors: dict[str, Tensors]
     """By kind, as above. Kinds without a tensor are left out."""
@@ -39,20 +44,21 @@ class TrainerState:
 
 def state_of(network: Network, updater: Updater, cache: GradientCache) -> TrainerState:
     """Names every tensor that a trainer holds. Copies none."""
-    model, names = network.model, list(updater.masters)
-    weights = {} if network.has_adapter else dict(unique_tensors(model))
+    model, names, whole = network.model, list(updater.masters), updater.whole
+    weights = {} if network.has_adapter else network.tensors()
+    masters = updater.masters.items()
     found: dict[str, Tensors] = {
         "weights": weights,
-        "masters": {name: master for name, master in updater.masters.items() if weights.get(name) is not master},
+        "masters": {n: whole(n, m) for n, m in masters if n not in weights or weights[n].dtype != m.dtype},
         "buffers": buffers_of(model),
         "moments": {
-            f"{name}.{moment}": tensor
-            for name, master in updater.masters.items()
+            f"{name}.{moment}": whole(name, tensor)
+            for name, master in masters
             for moment, tensor in updater.optimizer.state.get(master, {}).items()
         },
-        "sums": dict(zip(names, cache.sums or (), strict=bool(cache.sums))),
+        "sums": {n: whole(n, tensor) for n, tensor in zip(names, cache.sums or (), strict=bool(cache.sums))},
         "open": {
-            f"{number}.{kind}.{name}": tensor
+            f"{number}.{kind}.{name}": whole(name, tensor)
             for number, of_group in enumerate(cache.open.values())
             for kind, sums in (("plain", of_group.plain), ("scored", of_group.scored))
             for name, tensor in zip(names, sums, strict=True)
@@ -69,24 +75,31 @@ def state_of(network: Network, updater: Updater, cache: GradientCache) -> Traine
 
 @torch.no_grad()
 def take_state(state: TrainerState, network: Network, updater: Updater, cache: GradientCache) -> None:
-    """Gives a trainer, whose model has the state's weights already, the rest of a state. Takes the tensors over."""
+    """Gives a trainer, whose model has the state's weights already, the rest of a state. Takes the tensors over.
+
+    The tensors are whole; one of several ranks takes its part.
+    """
     tensors, names = state.tensors, list(updater.masters)
+
+    def mine(name: str, tensor: Tensor) -> Tensor:
+        return part_of(tensor, updater.parameters[name]) if tensor.dim() else tensor.clone()
+
     for name, tensor in tensors.get("masters", {}).items():
-        updater.masters[name].copy_(tensor)
+        updater.masters[name].copy_(mine(name, tensor))
     updater.refresh()
     moments: dict[str, Tensors] = {}
     for key, tensor in tensors.get("moments", {}).items():
         name, _, moment = key.rpartition(".")
-        moments.setdefault(name, {})[moment] = tensor
+        moments.setdefault(name, {})[moment] = mine(name, tensor)
     updater.optimizer.state.clear()
     for name, of_one in moments.items():
         updater.optimizer.state[updater.masters[name]] = of_one
     sums, opened = tensors.get("sums"), tensors.get("open", {})
-    cache.sums = [sums[name] for name in names] if sums else None
+    cache.sums = [mine(name, sums[name]) for name in names] if sums else None
     cache.open = {
         group: OpenSums(
-            plain=[opened[f"{number}.plain.{name}"] for name in names],
-            scored=[opened[f"{number}.scored.{name}"] for name in names],
+            plain=[mine(name, opened[f"{number}.plain.{name}"]) for name in names],
+            scored=[mine(name, opened[f"{number}.scored.{name}"]) for name in names],
             **counts,
         )
         for number, (group, counts) in enumerate(state.facts["open"].items())
