@@ -166,8 +166,7 @@ async def world_of(
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
     names = {policy: [InstanceId(policy, n) for n in range(settings.policies[policy].instances)] for policy in served}
-    hosts = [policy for policy in served if settings.together(policy)[0] == policy]
-    engines = [residents.engine(policy, name) for policy in hosts for name in names[policy]]
+    engines = [residents.engine(p, name) for p in served if settings.together(p)[0] == p for name in names[p]]
     trainers = [] if places else [residents.trainer(policy) for policy in trained]
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
