@@ -289,7 +289,7 @@ class GroupTrainer:
 
     async def _surviving(self, call: Callable[[], Awaitable[T]], place: Place | None = None, *, held: bool = True) -> T:
         """Makes a call. After a loss it is made again on new ranks, which hold the policy if the lost ones did."""
-        place = place or self._held()
+        place, because = place or self._held(), ""
         for _ in range(LOSSES_IN_A_ROW):
             try:
                 return await call()
