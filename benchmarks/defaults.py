@@ -50,7 +50,7 @@ TRAINING: Mapping[str, str] = {
     "eps 1e-4": "optimizer.eps=1e-4",
     "beta2 0.999": "optimizer.beta2=0.999",
     "norm unbounded": "max_grad_norm=null",
-    "mean over rows": "loss.aggregation=seq-mean-token-mean",
+    "mean over rows": "loss={type: ppo, aggregation: seq-mean-token-mean}",
 }
 """Changes of each policy's `training`."""
 CREDIT: Mapping[str, Sequence[str]] = {
