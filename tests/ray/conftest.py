@@ -35,13 +35,17 @@ def somebodys_ray() -> Iterator[str]:
     theirs.shutdown()
 
 
+OTHERS = ("left", "right")
+"""The nodes beside the head, as every test finds them."""
+
+
 class Nodes:
     """A Ray that is not ours: three nodes of this machine, `head`, `left` and `right`."""
 
     def __init__(self, *, cpus: int) -> None:
         self._cpus = cpus
         self._ray = Cluster(initialize_head=True, head_node_args=self._node("head", include_dashboard=False))
-        self._others = {name: self._ray.add_node(**self._node(name)) for name in ("left", "right")}
+        self._others = {name: self._ray.add_node(**self._node(name)) for name in OTHERS}
 
     @property
     def address(self) -> str:
@@ -59,6 +63,14 @@ class Nodes:
         """Ends a node as a power cut would."""
         self._ray.remove_node(self._others.pop(name), allow_graceful=False)
 
+    def restore(self) -> None:
+        """Starts the nodes that were killed, and kills those that were added."""
+        for name in self._others.keys() - set(OTHERS):
+            self.kill(name)
+        for name in OTHERS:
+            if name not in self._others:
+                self.add(name)
+
     def close(self) -> None:
         self._ray.shutdown()
 
@@ -74,9 +86,16 @@ def shared_nodes() -> Iterator[Nodes]:
     nodes.close()
 
 
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
-    """Three nodes for one test, which may kill some: there is room for what was on them."""
+@pytest.fixture(scope="session")
+def roomy_nodes() -> Iterator[Nodes]:
+    """Three nodes, two of which have room for what was on all."""
     nodes = Nodes(cpus=6)
     yield nodes
     nodes.close()
+
+
+@pytest.fixture
+def nodes(roomy_nodes: Nodes) -> Nodes:
+    """Three nodes for one test, which may kill and add some."""
+    roomy_nodes.restore()
+    return roomy_nodes

@@ -1,27 +1,26 @@
 """Whole runs on three Ray nodes: the bits of one node, also if a node with engines is lost at a bad moment."""
 
 import itertools
-import os
-import signal
-import time
+import json
+import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from flexmarl import cli
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.cluster.backends.mooncake import engine_class
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
-from flexmarl.events.group_events import EpisodeLost
-from flexmarl.events.run_events import NodeLost, ObjectFetched, ProcessStarted, WorkerLost
+from flexmarl.events.run_events import Evaluated, NodeLost, ObjectFetched, ProcessStarted, WorkerLost
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced
-from flexmarl.records import WorkerId
 from tests.ray.child_run import Child, Left, assert_same
-from tests.ray.conftest import Nodes
+from tests.ray.conftest import OTHERS, Nodes
+from tests.ray.losses import agent_of
 
 pytestmark = pytest.mark.ray
 
@@ -62,18 +61,6 @@ class Spread:
         """Until the event was so often in the journal."""
         assert self.child.wait_for(lambda: self._count(event) >= times), self.child.stderr
 
-    def wait_until_still(self, seconds: float) -> None:
-        """Until for so long only the queues were counted: the run waits for someone who does not answer."""
-        last = (-1, time.monotonic())
-
-        def still() -> bool:
-            nonlocal last
-            if (written := self._count("") - self._count("queues")) != last[0]:
-                last = written, time.monotonic()
-            return time.monotonic() - last[1] > seconds
-
-        assert self.child.wait_for(still), self.child.stderr
-
     def finish(self) -> Left:
         assert self.child.wait() == 0, self.child.stderr
         return self.run
@@ -103,15 +90,37 @@ def mooncake_is_missing() -> str:
 WITH_MOONCAKE = pytest.mark.skipif(bool(mooncake_is_missing()), reason="not installed")
 
 
+@pytest.fixture(scope="module")
+def spread(small_run: Path, shared_nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    """A run on three nodes that has ended."""
+    with tempfile.TemporaryDirectory(prefix="fx", dir="/tmp") as temp:
+        begun = Spread(small_run, shared_nodes, tmp_path_factory.mktemp("spread"), Path(temp))
+        try:
+            yield begun.finish()
+        finally:
+            begun.child.close()
+
+
+def assert_spread(undisturbed: Left, run: Left) -> None:
+    """It has the bits of one process, though engines and trainers were elsewhere than the controller."""
+    assert_same(undisturbed, run, steps=STEPS)
+    places = {name: process["node"] for name, process in run.summary["processes"].items()}
+    assert {places[name] for name in ("trainer/one", "trainer/two")} == {"right"}
+    assert {places[f"engine/two/{number}"] for number in range(2)} == {"left", "right"}
+    assert places["store/0"] == "head"
+    fetched = [one.object for one in run.events(ObjectFetched) if one.node == "left"]
+    assert {f"weights/two/{version}" for version in range(STEPS + 1)} <= {*fetched}
+    assert len({*fetched}) == len(fetched), "once for each version"
+
+
+def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(undisturbed: Left, spread: Left) -> None:
+    assert_spread(undisturbed, spread)
+
+
 @pytest.mark.parametrize(
-    "how",
-    [
-        "cluster.transport=ray",
-        "objects.memory_gib=0",
-        pytest.param("cluster.transport=mooncake", marks=WITH_MOONCAKE),
-    ],
+    "how", ["objects.memory_gib=0", pytest.param("cluster.transport=mooncake", marks=WITH_MOONCAKE)]
 )
-def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
+def test_weights_cross_otherwise_and_the_bits_are_the_same(
     how: str,
     undisturbed: Left,
     small_run: Path,
@@ -121,15 +130,29 @@ def test_a_team_on_three_nodes_ends_with_the_bits_of_one_process(
     begin: list[Spread],
 ) -> None:
     begin.append(Spread(small_run, shared_nodes, tmp_path, short_root, how))
-    run = begin[0].finish()
-    assert_same(undisturbed, run, steps=STEPS)
-    places = {name: process["node"] for name, process in run.summary["processes"].items()}
-    assert {places[name] for name in ("trainer/one", "trainer/two")} == {"right"}
-    assert {places[f"engine/two/{number}"] for number in range(2)} == {"left", "right"}
-    assert places["store/0"] == "head"
-    fetched = [one.object for one in run.events(ObjectFetched) if one.node == "left"]
-    assert {f"weights/two/{version}" for version in range(STEPS + 1)} <= {*fetched}
-    assert len({*fetched}) == len(fetched), "once for each version"
+    assert_spread(undisturbed, begin[0].finish())
+
+
+def test_a_run_of_three_nodes_is_evaluated_there_and_exported(
+    undisturbed: Left, spread: Left, shared_nodes: Nodes, tmp_path: Path, short_root: Path
+) -> None:
+    child = Child("eval", spread.path, "--json", cwd=tmp_path, temp=short_root)
+    try:
+        assert child.wait_for(lambda: all(agent_of(node, shared_nodes.address) for node in OTHERS)), child.stderr
+        assert child.wait() == 0, child.stderr
+        said = json.loads(child.stdout.splitlines()[-1])
+    finally:
+        child.close()
+    (after,) = (event for event in undisturbed.events(Evaluated) if event.when == "after")
+    assert {name: said[name] for name in after.evaluation} == after.evaluation
+    exported: list[dict[str, bytes]] = []
+    for run in (undisturbed, spread):
+        out = tmp_path / str(len(exported))
+        result = CliRunner().invoke(cli.app, ["export", str(run.path), str(out)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        exported.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*.safetensors")})
+    assert {Path(name).parent.name for name in exported[0]} == {"one", "two"}
+    assert exported[0] == exported[1]
 
 
 @pytest.mark.parametrize(("event", "times"), [("call", 40), ("updated", 4)], ids=["mid-rollout", "mid-publication"])
@@ -154,28 +177,3 @@ def test_a_node_with_engines_is_lost_and_the_run_ends_with_the_same_bits(
     afterwards = itertools.dropwhile(lambda event: not isinstance(event, NodeLost), run.journal)
     restarted = [event for event in afterwards if isinstance(event, ProcessStarted)]
     assert {(event.process.kind, event.node) for event in restarted} == {("engine", "right")}
-
-
-def test_rollout_workers_on_other_nodes_are_killed_and_the_run_ends_with_the_same_bits(
-    undisturbed: Left, small_run: Path, nodes: Nodes, tmp_path: Path, short_root: Path, begin: list[Spread]
-) -> None:
-    """A process that was asked for episodes, then a node: their episodes are played again from their first call."""
-    begin.append(Spread(small_run, nodes, tmp_path, short_root, "rollout.workers=2"))
-    begin[0].wait_for("call", 40)
-    workers = {event.process: event for event in begin[0].run.events(ProcessStarted) if event.process.kind == "rollout"}
-    assert {name: event.node for name, event in workers.items()} == {"rollout/0": "left", "rollout/1": "right"}
-    left, right = (workers[WorkerId("rollout", number=number)].pid for number in range(2))
-    os.kill(right, signal.SIGSTOP)  # Stopped first, so that it certainly owes episodes when it is killed.
-    begin[0].wait_until_still(seconds=5)
-    os.kill(right, signal.SIGKILL)
-    begin[0].wait_for("updated", 4)
-    os.kill(left, signal.SIGSTOP)
-    begin[0].wait_until_still(seconds=5)
-    nodes.kill("left")
-    with suppress(ProcessLookupError):
-        os.kill(left, signal.SIGKILL)
-    run = begin[0].finish()
-    assert_same(undisturbed, run, steps=STEPS)
-    reasons = {replayed.because.split(":")[0] for replayed in run.events(EpisodeLost)}
-    assert reasons == {"rollout/0", "rollout/1"}, "witness: both were playing"
-    assert reasons <= {event.process for event in run.events(WorkerLost)}
