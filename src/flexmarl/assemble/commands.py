@@ -60,7 +60,7 @@ from flexmarl.orchestrator.stopping import none_better
 LOOSE_KEYS = frozenset(
     {
         *("name", "out", "steps", "evaluate", "checkpoint", "alarms", "stop", "metrics"),
-        *("simulation", "cluster", "pool", "balance", "objects"),
+        *("simulation", "cluster", "process_groups", "pool", "balance", "objects"),
     }
 )
 """Settings that may differ between a run and its resumption: none of them changes what a step computes. A run may go on
@@ -308,6 +308,8 @@ def check_same_run(settings: RunSettings, folder: RunFolder) -> None:
     then, now = load_run(folder.config).model_dump(mode="json"), settings.model_dump(mode="json")
     for each in (then, now):
         each["rollout"].pop("workers")  # Who plays changes nothing that is played.
+        for policy in each["policies"].values():
+            policy["training"].pop("ranks")  # Checkpoints are those of any number.
     differing = {key for key in {*then, *now} - LOOSE_KEYS if then.get(key) != now.get(key)}
     if differing:
         differences = "; ".join(changes({k: then.get(k) for k in differing}, {k: now.get(k) for k in differing}))

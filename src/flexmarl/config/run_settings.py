@@ -375,7 +375,8 @@ class RunSettings(Settings):
                 f"process_groups.at_once is {at_once} with {policies} trained policies, but cluster.backend=inline has "
                 f"one process for all of them; use cluster.backend=ray, or process_groups.at_once=null"
             )
-        for key in sorted(self.process_groups.model_fields_set - {"at_once"}) if not self.shared_places else ():
+        of_places = {"at_once", "keep_updated"}  # By each of them alone there are places.
+        for key in sorted(self.process_groups.model_fields_set - of_places) if not self.shared_places else ():
             value, default = getattr(self.process_groups, key), type(self.process_groups).model_fields[key].default
             if value != default:
                 yield (

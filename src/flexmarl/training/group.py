@@ -68,7 +68,11 @@ class Rank(Trainer, Protocol):
 
     @alters
     async def keep(self, room: int | None = None) -> SetAside:
-        """Sets a copy of the state aside, in place of the copy before. `room` and errors are those of `suspend`."""
+        """Sets a copy of the state aside, beside the copy before. `room` and errors are those of `suspend`."""
+        ...
+
+    async def drop(self, before: SetAside, aside: SetAside) -> None:
+        """Frees the blocks of `before`, a state or copy that the caller has replaced by `aside`."""
         ...
 
     @alters
@@ -262,7 +266,7 @@ class GroupTrainer:
 
     async def _set_aside(self, method: Literal["suspend", "keep"]) -> None:
         """Sets the state, or a copy of it, aside: it is then the last copy."""
-        place, room = self._held(), self._memory.room
+        place, before, room = self._held(), self._aside, self._memory.room
         held = self._aside.num_bytes if self._aside and not self._aside.on_disk else 0
         room = None if room is None else room + held
         self._memory.taken(self._policy, room or 0)  # Of two that are set aside at once, one gets the room.
@@ -273,6 +277,10 @@ class GroupTrainer:
                 else:
                     self._aside = await self._on_all(place, method, room)
                 self._since.clear()
+                if self._keep and before is not None:
+                    new = self._aside
+                    assert new is not None, "it has just been made"
+                    await self._surviving(lambda: place.ranks[0].drop(before, new), place, held=method == "keep")
         finally:
             aside = self._aside
             self._memory.taken(self._policy, aside.num_bytes if aside and not aside.on_disk else 0)

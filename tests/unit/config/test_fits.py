@@ -30,6 +30,24 @@ def test_policies_share_places_in_processes_of_one_machine_only(config):
     ]
 
 
+def test_ranks_are_processes_of_one_machine(config):
+    ranks = "policies.one.training.ranks=2"
+    assert refused(config, ranks) == [
+        "policies.one.training.ranks is 2, but cluster.backend=inline has one process; use cluster.backend=ray, or "
+        "ranks=1"
+    ]
+    assert refused(config, "process_groups.keep_updated=true") == [
+        "process_groups.keep_updated is true, but cluster.backend=inline has one process, with which all is lost; use "
+        "cluster.backend=ray, or keep_updated=null"
+    ]
+    run = load_run(config, [ranks, "cluster.backend=ray", "process_groups.call_timeout_s=60"])
+    assert (run.shared_places, run.ranks, run.keeps_updated) == (2, 2, True)
+    assert refused(config, ranks, "cluster.backend=ray", "cluster.address=10.0.0.1:6379") == [
+        "policies.one.training.ranks is 2, but the ranks of a policy are on one machine so far; use "
+        "cluster.address=local, or ranks=1"
+    ]
+
+
 def test_instances_grow_only_where_something_looks_at_the_queues(config):
     assert refused(config, "balance.grow=true") == [
         "balance.grow is true, but balance.rule is 'none', so that nothing looks at the queues; use "

@@ -92,6 +92,8 @@ class RankHost:
         self._views = ranks or {1: ALONE}
         self._ranks = ALONE
         """The ranks that hold the policy."""
+        self._keeps = False
+        """True if the blocks of which the policy was resumed stay."""
         self._trainer: SingleProcessTrainer | None = None
         self._policy = PolicyName("")
         self._aside: SetAside | None = None
@@ -115,7 +117,7 @@ class RankHost:
                     await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
             if ranks.is_first:
                 await self._forget_newer(policy, aside)
-        self._policy, self._aside, self._ranks = policy, aside, ranks
+        self._policy, self._aside, self._ranks, self._keeps = policy, aside, ranks, keep
 
     async def _read(self, aside: SetAside, kind: str, ranks: Ranks) -> Tensors:
         """The whole tensors of a kind: copied, or seen where they are, if several ranks take their parts."""
@@ -142,12 +144,12 @@ class RankHost:
         return aside
 
     async def keep(self, room: int | None = None) -> SetAside:
-        """Sets a copy of the state aside in blocks, in place of the copy before."""
+        """Sets a copy of the state aside in blocks. The copy before stays until `drop`: nobody may know of this one."""
         self._aside = await self._copied(room)
         return self._aside
 
     async def _copied(self, room: int | None) -> SetAside:
-        """The state in new blocks, which replace those of the state before."""
+        """The state in new blocks."""
         trainer, policy, before = self._held(), self._policy, self._aside
         with boundary(TrainingError, f"policy '{policy}': setting its state aside"):
             state, number = await trainer.state(), before.number + 1 if before else 0
@@ -166,10 +168,14 @@ class RankHost:
             known = set() if before is None else set(before.blocks.values())
             new = [kind for kind, key in aside.blocks.items() if kind != "weights" and key not in known]
             await self._write(aside, new, state)
-            if before is not None and self._ranks.is_first:
-                held = {"weights", *(kind for kind, key in before.blocks.items() if key == aside.blocks.get(kind))}
-                await self._release(before, [kind for kind in before.blocks if kind not in held])
+            if before is not None and not self._keeps and self._ranks.is_first:
+                await self.drop(before, aside)
         return aside
+
+    async def drop(self, before: SetAside, aside: SetAside) -> None:
+        """Frees the blocks of a state that has been replaced, but for weights and those that the new one has too."""
+        held = {"weights", *(kind for kind, key in before.blocks.items() if key == aside.blocks.get(kind))}
+        await self._release(before, [kind for kind in before.blocks if kind not in held])
 
     async def _write(self, aside: SetAside, kinds: Sequence[str], state: TrainerState) -> None:
         """Writes the blocks of these kinds. Raises TrainingError, on every rank, if one cannot be written."""

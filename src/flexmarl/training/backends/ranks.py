@@ -185,7 +185,6 @@ def meet(place: Path, number: int, world: int, *, device: str = "cpu") -> dict[i
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     store = dist.FileStore(str(place), world)
     dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=MEET)
-    groups = {size: dist.new_group([*range(size)], timeout=WAIT) for size in range(2, world + 1)}
-    own = {size: group for size, group in groups.items() if isinstance(group, dist.ProcessGroup)}
-    found = {size: Ranks(number, size, group=group) for size, group in own.items() if number < size}
+    groups: dict[int, Any] = {size: dist.new_group([*range(size)], timeout=WAIT) for size in range(2, world + 1)}
+    found = {size: Ranks(number, size, group=group) for size, group in groups.items() if number < size}
     return found | ({1: ALONE} if number == 0 else {})

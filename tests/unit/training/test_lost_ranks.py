@@ -1,0 +1,148 @@
+"""A rank that is lost in any call leaves nothing behind, and its policy ends with the bits of an undisturbed one."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from flexmarl.cluster.allocation import Lease
+from flexmarl.errors import RankLost, TrainingError
+from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.records import PolicyName, Sample, Version
+from flexmarl.testing.training import accumulate
+from flexmarl.training.aggregation import divisors_of
+from flexmarl.training.backends.rank import RankHost, Trained
+from flexmarl.training.backends.ranks import Ranks
+from flexmarl.training.backends.single import SingleProcessTrainer
+from flexmarl.training.group import GroupTrainer, StandingRanks
+from flexmarl.training.interface import HeldRows
+from flexmarl.training.settings import TrainingSettings
+from tests.unit.training.test_ranks import two_batches
+
+SOLVER = PolicyName("solver")
+Samples = Callable[..., list[Sample]]
+CALLS = ("resume", "accumulate", "step", "publish", "keep", "suspend", "drop")
+
+
+class Mortal:
+    """A rank that is lost once: in call `number` of `method`, before its work or after it."""
+
+    def __init__(self, host: RankHost, plan: dict[str, Any]) -> None:
+        self._host, self._plan = host, plan
+        self._dead = False
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def call(*args: Any, **options: Any) -> Any:
+            plan = self._plan
+            plan["count"] += method == plan["method"]
+            dies = method == plan["method"] and plan["count"] == plan["number"] and not plan["died"]
+            if dies and plan["when"] == "hangs":
+                plan["died"] = self._dead = True
+                await asyncio.sleep(3600)
+            if not (dies and plan["when"] == "before") and not self._dead:
+                found = await getattr(self._host, method)(*args, **options)
+            if dies or self._dead:
+                plan["died"] = self._dead = True
+                raise RankLost(f"rank/0/0: it was lost in '{method}'; go on from the last checkpoint with --resume")
+            return found
+
+        return call
+
+
+class Renewed:
+    """A place whose rank is made anew."""
+
+    def __init__(self, make: Callable[[], Mortal]) -> None:
+        self._make, self.times = make, 0
+        self.ranks: Sequence[Any] = [make()]
+
+    async def renew(self, because: str) -> None:
+        assert because
+        self.times += 1
+        self.ranks = [self._make()]
+
+
+@pytest.fixture(scope="module")
+def source(make_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    return folder
+
+
+def play(source: Path, make_samples: Samples, method: str, number: int, when: str) -> tuple[list[str], int, list[str]]:
+    """Three updates, with a suspension in each; the checksums, the renewals, and the states that are left."""
+    settings = TrainingSettings.model_validate({"optimizer": {"learning_rate": 1e-2}, "dtype": "bfloat16"})
+    objects, rows = InlineObjectStore(), HeldRows()
+    plan: dict[str, Any] = {"method": method, "number": number, "when": when, "died": False, "count": 0}
+
+    def make_trainer(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
+        return SingleProcessTrainer(policy, model, settings, objects, rows=rows, seed=7, ranks=ranks)
+
+    def make() -> Mortal:
+        return Mortal(RankHost({SOLVER: Trained(source=source, settings=settings)}, objects, make_trainer), plan)
+
+    async def played() -> tuple[list[str], int, list[str]]:
+        place, found = Renewed(make), []
+        timeout_s = 5.0 if when == "hangs" else None
+        group = GroupTrainer(SOLVER, [place], keep=True, timeout_s=timeout_s)
+        here = Lease(place=0, holder=SOLVER, because="the test")
+        await group.resume(here)
+        found.append(await group.publish(Version(0)))
+        for version in range(3):
+            samples = make_samples(version, 6, version=version)
+            rows.hold(samples)
+            first, second = two_batches(samples)
+            await accumulate(group, first)
+            await group.suspend()
+            await group.resume(here)
+            await accumulate(group, second)
+            await group.step(divisors_of(samples))
+            found.append(await group.publish(Version(version + 1)))
+        await group.suspend()
+        return found, place.times, sorted(key for key in objects._objects if key.startswith("state/"))
+
+    found = asyncio.run(played())
+    assert plan["died"] or number == 0, "witness: it was lost"
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, make_samples: Samples) -> tuple[list[str], int, list[str]]:
+    return play(source, make_samples, "accumulate", 0, "before")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", CALLS)
+def test_a_rank_lost_in_any_call_ends_with_the_same_bits_and_leaves_nothing(
+    source: Path, make_samples: Samples, undisturbed: tuple[list[str], int, list[str]], method: str, when: str
+) -> None:
+    checksums, none, left = undisturbed
+    assert none == 0
+    for number in (1, 3):
+        found, times, leaves = play(source, make_samples, method, number, when)
+        assert (found, times) == (checksums, 1)
+        assert [key.rpartition("/")[0] for key in leaves] == [key.rpartition("/")[0] for key in left]
+
+
+@pytest.mark.parametrize("method", ["accumulate", "publish"])
+def test_a_rank_that_does_not_answer_in_time_is_lost(
+    source: Path, make_samples: Samples, undisturbed: tuple[list[str], int, list[str]], method: str
+) -> None:
+    assert play(source, make_samples, method, 2, "hangs")[:2] == (undisturbed[0], 1)
+
+
+def test_without_a_copy_the_loss_is_an_error_that_says_how_to_go_on(source: Path, make_samples: Samples) -> None:
+    class Lost:
+        async def resume(self, *_: Any, **__: Any) -> None:
+            raise RankLost("rank/0/0: it was lost in 'resume'; go on from the last checkpoint with --resume")
+
+    async def resume(**options: Any) -> None:
+        group = GroupTrainer(SOLVER, [StandingRanks(Lost())], **options)  # pyright: ignore[reportArgumentType]
+        await group.resume(Lease(place=0, holder=SOLVER, because="the test"))
+
+    for options in ({}, {"keep": True}):
+        with pytest.raises(TrainingError, match="it was lost in 'resume'; go on from the last checkpoint"):
+            asyncio.run(resume(**options))
