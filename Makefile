@@ -18,7 +18,7 @@ GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platf
 GPU_JSON ?= gpu.json
 
 .PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras test-vllm \
-	check lint bench gpu gpu-wheels docs clean
+	check lint bench bench-vllm gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -132,6 +132,10 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/prediction.py --json
 	$(BIN)/python benchmarks/balancing.py --json
 	$(BIN)/python benchmarks/device_costs.py --json
+
+bench-vllm: $(VLLM)/.installed  ## the benchmarks of vLLM, in its environment (some minutes)
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/vllm_serving.py --json
+	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/vllm_routing.py --json
 
 gpu:  ## all that needs CUDA, on one device, within 8 minutes; with the Python it finds (PYTHON=...)
 	@test ! -d $(WHEELS) || $(PYTHON) -c "import pydantic" 2>/dev/null || $(PYTHON) -m pip install --quiet \

@@ -39,12 +39,13 @@ from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import EngineError
 from flexmarl.inference.settings import AdapterRoom, EmbeddedSettings, EngineSettings, VllmSettings
 from flexmarl.objects.backends.memory import ShmObjectStore
+from flexmarl.objects.interface import Checksum
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Sampling, Version, WorkerId
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings
 
-REQUESTS, PROMPT, TOKENS, RANK = 16, 64, 32, 8
-"""Requests at a time, tokens of each prompt and of each reply, and the rank of the adapter."""
+REQUESTS, PROMPT, TOKENS, LONG, RANK = 16, 64, 32, 64, 8
+"""Requests at a time, tokens of each prompt, of each reply, of replies during an update, and the adapter's rank."""
 WANTED, WANTED_AT_MOST = {"throughput_vs_bare": 0.95}, {"publish_vs_merged": 0.1}
 VLLM = VllmSettings(max_len=512, slots=REQUESTS, kv_gib=0.5)
 ENGINES: dict[str, EngineSettings] = {
@@ -73,15 +74,15 @@ class Round:
     def __init__(self) -> None:
         self._numbers = count()
 
-    def requests(self, policy: str) -> list[GenerationRequest]:
-        """So many requests as run at a time."""
+    def requests(self, policy: str, tokens: int = TOKENS) -> list[GenerationRequest]:
+        """So many requests as run at a time, with replies of so many tokens."""
         names = [next(self._numbers) for _ in range(REQUESTS)]
         return [
             GenerationRequest(
                 request_id=str(name),
                 policy=PolicyName(policy),
                 prompt_ids=np.random.default_rng(name).integers(1, 49_000, PROMPT).astype(np.int32),
-                sampling=Sampling(max_tokens=TOKENS),
+                sampling=Sampling(max_tokens=tokens),
                 seed=name,
             )
             for name in names
@@ -120,31 +121,38 @@ class Publisher:
 
     async def publish(self) -> float:
         """Publishes one more version; returns the seconds until the engine serves it."""
+        began = time.perf_counter()
+        await self.load(await self.set())
+        return time.perf_counter() - began
+
+    async def set(self) -> Checksum:
+        """Puts one more version into the object store."""
         self.version += 1
         self._trainer._version = Version(self.version)  # As after a step: the weights stay.
-        began = time.perf_counter()
-        expected = await self._trainer.publish(Version(self.version))
+        return await self._trainer.publish(Version(self.version))
+
+    async def load(self, expected: Checksum) -> None:
+        """Has the engine load the newest version."""
         if await self.engine.load_weights(self.policy, Version(self.version)) != expected:
             raise RuntimeError(f"{self.policy}: another checksum")
-        return time.perf_counter() - began
 
     async def recomputed(self, wait_s: float, made: Round) -> float:
         """Prompt tokens that an update after `wait_s` makes vLLM compute again, by those that it samples."""
-        computed = []
+        computed, expected = list[int](), await self.set()
         for update in (False, True):
             before = (await self.engine.usage()).prompt_tokens
-            playing = asyncio.ensure_future(ours(self.engine, made.requests(self.policy)))
+            playing = asyncio.ensure_future(ours(self.engine, made.requests(self.policy, LONG)))
             await asyncio.sleep(wait_s)
             if update:
-                await self.publish()
                 if playing.done():
                     raise RuntimeError("the requests ended before the update")
-            if await playing != REQUESTS * TOKENS:
+                await self.load(expected)
+            if await playing != REQUESTS * LONG:
                 raise RuntimeError("tokens were lost")
             computed.append((await self.engine.usage()).prompt_tokens - before)
         # The canary's own tokens are not those of requests.
         canary = 32 if self.policy == "merged" else sum(range(4, 32, 4))
-        return (computed[1] - canary - computed[0]) / (REQUESTS * TOKENS)
+        return (computed[1] - canary - computed[0]) / (REQUESTS * LONG)
 
 
 async def measured(repeats: int, threads: int) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float]]:
@@ -170,7 +178,7 @@ async def measured(repeats: int, threads: int) -> tuple[dict[str, list[float]], 
                     took = await one.publish()
                     if repeat:
                         seconds[one.policy].append(took)
-            half_s = REQUESTS * TOKENS / statistics.median(rates["ours"]) / 2
+            half_s = REQUESTS * LONG / max(rates["ours"]) / 2
             again = [await one.recomputed(half_s, Round()) for one in publishers]
             for engine in engines.values():
                 await engine.close()

@@ -151,7 +151,8 @@ def parts(
     of_run = [_libraries(settings)] if settings.cluster.device == "cpu" else []
     passes: list[Part] = []
     for name, policy in settings.policies.items():
-        of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
+        if settings.together(name)[0] == name:  # Its instances are those of all that it serves with.
+            of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name])
             tensors = pass_of(policy.training, sizes[name])

@@ -12,6 +12,11 @@ _REMEMBERED = 65_536
 """Maximum number of conversations whose instance is remembered. The one used longest ago is forgotten first."""
 
 
+SPARE = 1.0
+"""A conversation leaves its instance if that has a mean load more to do than another one. With less patience, chance
+imbalances of a few calls move whole conversations, and their prompts are computed again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The chosen instance, and why."""
@@ -41,10 +46,13 @@ class Routing:
     """The reason for a choice; `{measure}` is replaced by the measure."""
     keeps_prefix: bool = False
     """True if a conversation returns to its instance, which has its prefix, unless another one has less to do."""
+    spare: float = 0.0
+    """How much more than the least loaded one that instance may have to do, in mean loads of an instance."""
 
 
 ROUTINGS: Mapping[str, Routing] = {
     "least_tokens": Routing(lambda load: load.tokens, "least work: {measure} tokens", keeps_prefix=True),
+    "conversations": Routing(lambda load: load.tokens, "least work: {measure} tokens", keeps_prefix=True, spare=SPARE),
     "least_requests": Routing(lambda load: load.requests, "fewest requests: {measure}"),
     "round_robin": Routing(lambda load: 0, "its turn"),
 }
@@ -96,7 +104,7 @@ class Router:
 
     def place(self, tokens: int, conversation: str | None = None) -> Placement:
         """Chooses an instance and adds the request to its load. Raises EngineError if none has a free place."""
-        chosen = self._choose(conversation)
+        chosen = self._choose(conversation, tokens)
         if conversation is not None and self._routing.keeps_prefix:
             self._remember(conversation, chosen.instance)
         load = self._loads[chosen.instance]
@@ -113,14 +121,17 @@ class Router:
             load.requests -= 1
             self._push(instance)
 
-    def _choose(self, conversation: str | None) -> Placement:
+    def _choose(self, conversation: str | None, tokens: int) -> Placement:
         first = self._first()
         if first is None:
             raise EngineError("no live instance has a place" if self._loads else "no live instance is left")
         least = self._measure(first)
         home = self._homes.get(conversation) if conversation is not None else None
-        if home is not None and home in self._loads and self._can_take(home) and self._measure(home) <= least:
-            return Placement(home, f"keeps the prefix of '{conversation}' and has no more work than others")
+        if home is not None and home in self._loads and self._can_take(home):
+            if self._measure(home) <= least:
+                return Placement(home, f"keeps the prefix of '{conversation}' and has no more work than others")
+            if (spare := self._routing.spare) and self._measure(home) - least <= spare * self._mean(tokens):
+                return Placement(home, f"keeps the prefix of '{conversation}' and has little more work than others")
         if len(self._loads) == 1:
             return Placement(first, "the only instance")
         return Placement(first, self._routing.because.format(measure=least))
@@ -130,6 +141,10 @@ class Router:
         self._homes.move_to_end(conversation)
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
+
+    def _mean(self, tokens: int) -> float:
+        """The mean load of an instance, with a request of so many tokens."""
+        return (sum(map(self._measure, self._loads)) + tokens) / len(self._loads)
 
     def _measure(self, instance: InstanceId) -> int:
         return self._routing.measure(self._loads[instance])

@@ -289,9 +289,11 @@ class OpenAISettings(Settings):
 class PoolSettings(Settings):
     """Which instance serves a request, and the time limits of the pool for its instances."""
 
-    routing: Literal["least_tokens", "least_requests", "round_robin"] = Field(
+    routing: Literal["least_tokens", "conversations", "least_requests", "round_robin"] = Field(
         default="least_tokens",
-        description="Instance with the least tokens of work, the fewest requests, or the next one.",
+        description="least_tokens: the instance with the least tokens of work. conversations: the one that has the "
+        "conversation's prefix, unless it has far more work than another. least_requests: the one with the fewest "
+        "requests. round_robin: the next one.",
     )
     max_running: int | None = Field(
         default=None,

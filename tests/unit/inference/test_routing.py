@@ -36,6 +36,15 @@ def test_a_conversation_returns_to_its_prefix_unless_that_instance_has_more_to_d
     assert router.place(10, "c").instance == "b"
 
 
+def test_a_conversation_returns_to_an_instance_with_little_more_to_do_but_not_with_far_more():
+    router = Router(["a", "b"], "conversations")
+    assert router.place(10, "c").instance == "a"
+    back = router.place(10, "c")  # 10 tokens more than b, and the mean is 10
+    assert (back.instance, back.because) == ("a", "keeps the prefix of 'c' and has little more work than others")
+    assert router.place(10, "c").instance == "b", "20 tokens more are more than the mean of 15"
+    assert router.place(10, "c").instance == "b", "the conversation has moved"
+
+
 def test_a_removed_instance_is_never_chosen_and_its_conversations_move():
     router = Router(["a", "b"])
     router.place(1, "c")

@@ -250,6 +250,9 @@ class VllmEngine:
                 if piece.finish is not FinishReason.ABORT or one.over:
                     break
                 one.keep(piece)
+            if piece.finish is FinishReason.ABORT:
+                # vLLM answers an abort by itself, even if its core hangs. The pool must notice that: the core answers.
+                await self._llm.is_sleeping()
         except VLLMClientError as error:
             piece = unserved(one.request, self._version_of(one.request), FinishReason.ERROR, described(error))
         except Exception as error:
