@@ -21,6 +21,7 @@ CHANGES = {
     '"sums"': '"sums_measured"',
     "name: sums}": "name: sums_measured}",
     "echo": "echo_measured",
+    '"talk"': '"talk_measured"',
 }
 """The small run reports more. Its functions have names of their own, since another file has registered the others."""
 ODD_SYNTAX = """
