@@ -59,6 +59,7 @@ def test_checkpoints_move_from_one_rank_to_two_and_back_through_the_command_line
     same_within(Left(straight), Left(moved), steps=3, apart=1e-5)
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_the_same_bits_when_a_rank_is_killed_and_when_one_hangs(
     small_run: Path, tmp_path: Path
 ) -> None:
