@@ -19,9 +19,9 @@ SMALL = ("steps=1", "batch={groups: 2, episodes: 2}", "evaluate.tasks=2")
 def folder(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("programs") / "team"
     shutil.copytree(small_run.parent, made)
-    renamed = (
-        (made / "tasks.py").read_text().replace('"sums"', '"sums_of_programs"').replace('"echo"', '"echo_of_programs"')
-    )
+    renamed = (made / "tasks.py").read_text()
+    for name in ("sums", "echo", "talk"):
+        renamed = renamed.replace(f'"{name}"', f'"{name}_of_programs"')
     (made / "tasks.py").write_text(renamed)
     config = (made / small_run.name).read_text().replace("name: sums}", "name: sums_of_programs}")
     (made / "config.yaml").write_text(config)
