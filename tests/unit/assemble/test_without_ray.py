@@ -58,7 +58,7 @@ def test_everything_but_the_backends_on_missing_packages_is_imported() -> None:
     assert ended.returncode == 0, ended.stderr
     left_out = ["ray", "ray_nodes", "ray_resident", "ray_session"]
     on_ray = [(f"flexmarl.cluster.backends.{name}", "ray") for name in left_out]
-    of_vllm = ["engine_args", "vllm_engine", "vllm_worker"]
+    of_vllm = ["engine_args", "vllm_engine", "vllm_requests", "vllm_worker"]
     on_vllm = [(f"flexmarl.inference.backends.vllm.{name}", "vllm") for name in of_vllm]
     on_openai = [("flexmarl.inference.backends.completions_server", "openai")]
     assert ended.stdout.strip() == str(on_ray + on_openai + on_vllm)
