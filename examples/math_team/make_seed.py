@@ -59,19 +59,21 @@ def main(folder: Path = SEED_MODEL) -> None:
         print(f"{what:<50} {share:.3f}")
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, hidden: int = 160, inner: int = 384, positions: int = 256
+) -> Qwen3ForCausalLM:
     """Qwen3 with three layers: where one is in the text, the digit to copy or compare, the decision."""
     torch.manual_seed(SEED)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=160,
+        hidden_size=hidden,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=40,
-        intermediate_size=384,
+        head_dim=hidden // 4,
+        intermediate_size=inner,
         tie_word_embeddings=True,
-        max_position_embeddings=256,
+        max_position_embeddings=positions,
         # Small, because texts are short: more of a head's dimensions tell neighbours apart.
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
         initializer_range=0.04,
