@@ -25,7 +25,7 @@ from flexmarl.simulator.modelled_store import SimulatedStore
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.ray.child_run import Child, Left
 from tests.ray.conftest import Nodes
-from tests.ray.served import assert_moves_are_shown, assert_same_but_for_rounding, assert_served_once, turns_of
+from tests.ray.served import assert_moves_are_shown, assert_same_bits, assert_served_once, turns_of
 
 pytestmark = pytest.mark.ray
 
@@ -63,7 +63,7 @@ def test_moves_of_real_instances_under_load_lose_and_change_nothing(
     assert child.wait() == 0, child.stderr
     (path,) = tmp_path.glob("sums-*")
     run = Left(path)
-    assert_same_but_for_rounding(still, run, steps=STEPS)
+    assert_same_bits(still, run, steps=STEPS)
     assert_served_once(run)
     moves = assert_moves_are_shown(run)
     assert {move.to for move in moves} == {"one", "two"}, "witness: instances have moved there and back"

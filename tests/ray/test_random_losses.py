@@ -19,7 +19,7 @@ from tests.ray import faulty_engine
 from tests.ray.child_run import Child, Left
 from tests.ray.conftest import Nodes
 from tests.ray.losses import KINDS, RUNS, Losses, schedule, witnesses
-from tests.ray.served import assert_same_but_for_rounding, assert_served_once
+from tests.ray.served import assert_same_bits, assert_served_once
 
 pytestmark = pytest.mark.ray
 
@@ -80,7 +80,7 @@ def play(small_run: Path, nodes: Nodes, tmp_path: Path, short_root: Path, undist
         child.footprint.pids |= losses.pids
         child.wait_until_gone()
         print(f"seed {seed}: {dict(witnesses(losses.faults, run, faults))}")
-        assert_same_but_for_rounding(undisturbed, run, steps=STEPS)
+        assert_same_bits(undisturbed, run, steps=STEPS)
         assert_served_once(run)
         assert len(run.events(StepEnded)) == STEPS
         assert not run.events(EpisodeFailed)

@@ -319,8 +319,8 @@ class InferencePool:
         whose rollout worker was lost is played again.
         """
         instance = call.instance
-        runs = instance is not None and instance.running.get(call.request.request_id) == call.sent_at
-        if instance is not None and runs and self._awake.is_set():
+        sent_at = instance and instance.running.get(call.request.request_id)
+        if instance is not None and sent_at == call.sent_at and self._awake.is_set():
             self.lose(instance.name, f"it left an abort unanswered for {self._settings.abort_grace_s:g} s")
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:

@@ -436,6 +436,38 @@ def test_a_request_that_goes_on_at_another_instance_gets_the_tokens_of_an_uninte
         assert parts[name].response_ids.tolist() == answer.response_ids.tolist()
         assert parts[name].finish is answer.finish
         assert np.allclose(parts[name].raw_logprobs, answer.raw_logprobs, atol=TOLERANCE)
+        if deterministic:
+            assert parts[name].logprobs.tobytes() == answer.logprobs.tobytes()
+            assert parts[name].raw_logprobs.tobytes() == answer.raw_logprobs.tobytes()
+    assert second.use().generated_tokens == sum(len(rest.response_ids) for rest in rests.values())
+
+
+def test_a_deterministic_request_goes_on_with_the_tokens_that_it_has_whatever_newer_weights_would_draw():
+    def core(version):
+        return EngineCore(tiny.qwen3(version), tiny.settings(), deterministic=True, version=Version(version))
+
+    asked = request("r", (1, 2, 3), seed=5, max_tokens=20)
+    first, second = core(0), core(1)
+    first.add(asked)
+    for _ in range(8):
+        first.step()
+    (part,) = first.abort()
+    second.add(rest_of(asked, part))
+    for _ in range(3):
+        second.step()
+    (nothing,) = second.abort()
+    assert (nothing.finish, len(nothing.response_ids)) == (FinishReason.ABORT, 0), "its tokens are not sampled twice"
+    rest = run(second, [rest_of(asked, part)])["r"]
+    other = run(core(1), [asked])["r"]
+    assert other.response_ids[:8].tolist() != part.response_ids.tolist(), "the witness: other weights, other tokens"
+    assert (len(rest.response_ids), rest.versions, rest.finish) == (
+        12,
+        (VersionRun(0, Version(1)),),
+        FinishReason.LENGTH,
+    )
+    whole = np.concatenate([part.response_ids, rest.response_ids])
+    expected = tiny.reference_logprobs(tiny.qwen3(1), asked.prompt_ids, whole)[8:]
+    assert np.abs(expected - rest.raw_logprobs).max() < TOLERANCE
 
 
 def test_a_stop_string_that_began_at_another_instance_ends_the_response():

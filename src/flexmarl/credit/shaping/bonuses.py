@@ -88,8 +88,7 @@ class CompletionTime(AddedTerm):
         times = {episode: longest_path(played[0].calls, self.cost) for episode, played in episodes.items()}
         successes: dict[AgentName, list[CreditRow]] = {}
         for played in episodes.values():
-            for agent in {row.agent: None for row in played}:
-                own = [row for row in played if row.agent == agent]
+            for agent, own in _by_agent(played).items():
                 if {self._is_success(row) for row in own} == {True}:
                     successes.setdefault(agent, []).extend(own)
         earned = {row.sample_id: 0.0 for played in episodes.values() for row in played}
@@ -253,7 +252,7 @@ class Otc(OutcomeTerm):
         plays = [play for played in by_episode(rows).values() for play in _by_agent(played).values()]
         least: dict[AgentName, int] = {}
         for play in plays:
-            if self._is_success(play) and not play[0].greedy:
+            if all(given(row) > self.threshold for row in play) and not play[0].greedy:
                 agent = play[0].agent
                 least[agent] = min(least.get(agent, calls_of(play)), calls_of(play))
         earned: dict[SampleId, float] = {}
@@ -272,9 +271,6 @@ class Otc(OutcomeTerm):
         if not least:
             return cos(calls * pi / (2 * calls + self.c))
         return sin(calls * pi / (calls + least))  # f pi / (2 n), with f = 2 m n / (m + n).
-
-    def _is_success(self, play: Sequence[CreditRow]) -> bool:
-        return all(given(row) > self.threshold for row in play)
 
 
 def calls_of(play: Sequence[CreditRow]) -> int:

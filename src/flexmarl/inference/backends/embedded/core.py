@@ -11,12 +11,13 @@ its prompt and tokens are computed again when it resumes, and it goes on with th
 requests with one prompt, as the episodes of a group have, the first computes it; the others join a step later, share
 its blocks, and compute the last token alone.
 In deterministic mode every forward pass has a fixed shape instead: all slots at full length, and each prompt alone. A
-request then takes all the blocks that it may need when it begins, so that nothing is computed twice.
+request then takes all the blocks that it may need when it begins, so that nothing is computed twice. Tokens that
+another instance sampled are fed one by one, as they were sampled: in the prompt they would get other last bits.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -88,6 +89,18 @@ class _Work:
     reused: int = 0
     postponed: bool = False
     """It has waited a step for another request that computes its prompt."""
+    known: Sequence[int] = ()
+    """Tokens that it begins with, whatever is drawn; they are no part of its Generation."""
+
+    @classmethod
+    def new(cls, request: GenerationRequest, age: int, *, one_by_one: bool) -> "_Work":
+        """A request that has just come. With `one_by_one`, its `offset` tokens are not a part of its prompt."""
+        if not one_by_one or not request.offset:
+            return cls(request, age, _Sampled.none(), [], [])
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + request.offset)
+        prompt, known = request.prompt_ids[: -request.offset], request.prompt_ids[-request.offset :].tolist()
+        whole = replace(request, prompt_ids=prompt, offset=0, sampling=sampling)
+        return cls(whole, age, _Sampled.none(), [], [], known=known)
 
     @property
     def tokens(self) -> IntArray:
@@ -254,7 +267,7 @@ class EngineCore:
         if problem:
             return unserved(request, self.version, FinishReason.ERROR, problem)
         self._stops.watch(request.sampling)
-        self._waiting.append(_Work(request, self._added, _Sampled.none(), [], []))
+        self._waiting.append(_Work.new(request, self._added, one_by_one=self._deterministic))
         self._added += 1
         return None
 
@@ -346,6 +359,10 @@ class EngineCore:
             drawn = [self._forward(slice(0, num_decode), ())] if num_decode else []
             drawn += [self._forward(slice(joiner.row, joiner.row), (joiner,)) for joiner in joiners]
             ids, own, raw = (np.concatenate(part) for part in zip(*drawn, strict=True))
+            for row, work in enumerate(self._running):
+                if (count := self._rows.count[row]) < len(work.known):
+                    ids[row] = work.known[count]
+                    self._generated -= 1
         else:
             ids, own, raw = self._forward(slice(0, num_decode), joiners)
         rows, every, at = self._rows, np.arange(num_rows), self._rows.count[:num_rows].copy()
@@ -520,12 +537,17 @@ class EngineCore:
         return self._generation(work, sampled, finish, error)
 
     def _generation(self, work: _Work, sampled: _Sampled, finish: FinishReason, error: str = "") -> Generation:
-        versions = [version for version in work.versions if version.start < len(sampled.ids)] or work.versions[:1]
+        known = len(work.known)
+        ids, logprobs, raw = (part[known:] for part in (sampled.ids, sampled.logprobs, sampled.raw_logprobs))
+        runs = {max(0, version.start - known): version.version for version in work.versions}  # The last of equal ones.
+        versions = [
+            VersionRun(start, version) for start, version in runs.items() if start < len(sampled.ids) or not start
+        ]
         return Generation(
             request_id=work.request.request_id,
-            response_ids=sampled.ids,
-            logprobs=sampled.logprobs,
-            raw_logprobs=sampled.raw_logprobs,
+            response_ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=raw,
             versions=tuple(versions) or (VersionRun(0, self.version),),
             finish=finish,
             reused_tokens=work.reused,
