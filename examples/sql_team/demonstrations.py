@@ -1,8 +1,8 @@
 """Demonstrations for the cold start of the SQL team: the form of queries and verdicts, and a hint of what words mean.
 
 Each clause of a demonstrated query is the right one in 30% of the cases, and else drawn at random; with random clauses
-alone, the team was seen to settle for one query for all questions. The demonstrated checker says yes or no by chance,
-a little more often what is right.
+alone, the team was seen to settle for one query for all questions. The demonstrated checker says what is right in half
+of its verdicts, and else yes or no by chance.
 """
 
 import random
@@ -14,7 +14,7 @@ Message = dict[str, str]
 """`{"role": ..., "content": ...}`; what an assistant says is what the model is trained to say."""
 HINT = 0.3
 """Share of clauses that are right whatever is drawn."""
-AWARE = 0.2
+AWARE = 0.5
 """Share of verdicts that are right whatever is drawn."""
 
 
