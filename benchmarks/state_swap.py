@@ -4,7 +4,7 @@
     python benchmarks/state_swap.py --sizes 500 --json  500M: 8 GB of state, twice
 
 One policy in float32, all weights trained, with gradient sums and both moments: 16 bytes per parameter. It is suspended
-and resumed again and again, on blocks that exist after the first time. CPU seconds of the process, medians:
+and resumed again and again, on blocks that exist after the first time. Seconds, medians:
 
     suspend, resume    as `Rank` does them, digests included
     memcpy             of the state's tensors into tensors that exist
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import parser, report
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from flexmarl.objects.backends.memory import ShmObjectStore
@@ -42,6 +42,7 @@ from flexmarl.records import (
 from flexmarl.records.ids import make_sample_id
 from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.rank import RankHost, Trained
+from flexmarl.training.backends.ranks import Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.interface import HeldRows
 from flexmarl.training.settings import TrainingSettings
@@ -93,8 +94,8 @@ async def swaps(folder: Path, source: Path, repeats: int) -> dict[str, float]:
     objects, rows = ShmObjectStore(folder), HeldRows()
     objects.create()
 
-    def make(policy: PolicyName, model) -> SingleProcessTrainer:
-        return SingleProcessTrainer(policy, model, SETTINGS, objects, rows=rows)
+    def make(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
+        return SingleProcessTrainer(policy, model, SETTINGS, objects, rows=rows, ranks=ranks)
 
     rank = RankHost({SOLVER: Trained(source=source, settings=SETTINGS)}, objects, make)
     await rank.resume(SOLVER, None)
@@ -111,21 +112,21 @@ async def swaps(folder: Path, source: Path, repeats: int) -> dict[str, float]:
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     copies, memcpy = [torch.empty_like(tensor).zero_() for tensor in tensors], []
     for _ in range(repeats):
-        began = time.process_time()
+        began = time.perf_counter()
         for tensor, copy in zip(tensors, copies, strict=True):
             copy.copy_(tensor)
-        memcpy.append(time.process_time() - began)
+        memcpy.append(time.perf_counter() - began)
     del state, tensors, copies
     gc.collect()
     gc.freeze()  # As in the process of a rank: what torch and transformers loaded is not looked at again.
     suspends, resumes = [], []
     for _ in range(repeats + 1):
-        began = time.process_time()
+        began = time.perf_counter()
         aside = await rank.suspend()
-        suspends.append(time.process_time() - began)
-        began = time.process_time()
+        suspends.append(time.perf_counter() - began)
+        began = time.perf_counter()
         await rank.resume(SOLVER, aside)
-        resumes.append(time.process_time() - began)
+        resumes.append(time.perf_counter() - began)
     median = statistics.median
     return {
         "suspend": median(suspends[1:]),
