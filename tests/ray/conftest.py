@@ -64,12 +64,13 @@ class Nodes:
         self._ray.remove_node(self._others.pop(name), allow_graceful=False)
 
     def restore(self) -> None:
-        """Starts the nodes that were killed, and kills those that were added."""
+        """Starts the nodes that were killed, and kills those that were added. Ray knows of it then."""
         for name in self._others.keys() - set(OTHERS):
             self.kill(name)
         for name in OTHERS:
             if name not in self._others:
                 self.add(name)
+        self._ray.wait_for_nodes(timeout=60)
 
     def close(self) -> None:
         self._ray.shutdown()
