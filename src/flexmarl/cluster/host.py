@@ -1,9 +1,9 @@
 """Host of one resident on an event loop of any process: it makes the hosted object and answers calls, as bytes.
 
-controller                     process of the resident
-proxy ── call ───────────────► Host ─► one method of what lives there
-proxy ── open, shut ─────────► Host ─► a reader for each stream ─► items gather
-      ◄── collect, again ─────        and cross together, as many as there are
+controller                              process of the resident
+proxy ── call ────────────────────────► Host ─► one method of what lives there
+proxy ── exchange: open, close, send ─► Host ─► a reader for each stream ─► items gather
+      ◄─ items, as many as there are ──        and cross together, as the reply to an exchange that waits
 """
 
 import asyncio
@@ -12,11 +12,12 @@ import os
 import pickle
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexmarl.errors import WorkerError
+from flexmarl.errors import WorkerError, described
 from flexmarl.imports import collected_later
 
 NICENESS = 5
@@ -32,6 +33,8 @@ def lower_priority() -> None:
     os.nice(NICENESS)
 
 
+MOST_WAITING = 4
+"""Exchanges that wait for items in a resident. One more ends the oldest, without items."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -46,6 +49,14 @@ class OpenStream:
     kwargs: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class OneWayCall:
+    """A call of a method whose caller waits for nothing."""
+
+    method: str
+    args: tuple[Any, ...]
+
+
 @dataclass(slots=True)
 class StreamItems:
     """Items of one stream since the last collection."""
@@ -56,6 +67,28 @@ class StreamItems:
     ended: bool = False
     error: Exception | None = None
     """The exception that ended the iterator, if one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamExchange:
+    """All that a proxy has for the streams of its resident, in one crossing. The reply to it is a `Collected`."""
+
+    number: int
+    """Exchanges are taken in by number: crossings may overtake each other."""
+    opens: Sequence[OpenStream] = ()
+    closes: Sequence[int] = ()
+    sends: Sequence[OneWayCall] = ()
+    waits: bool = True
+    """Whether its reply may come later, with items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Items of streams, as the reply to an exchange."""
+
+    streams: Sequence[StreamItems] = ()
+    number: int | None = None
+    """Replies that have items are passed on by number; None for one without."""
 
 
 class Host:
@@ -76,7 +109,12 @@ class Host:
         """The object that lives here."""
         self._readers: dict[int, asyncio.Task[None]] = {}
         self._gathered: dict[int, StreamItems] = {}
-        self._has_items = asyncio.Event()
+        """By number: the streams that have items, or have ended, and of which no reply has told yet."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """One for each exchange that waits for items, the oldest first."""
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """By number: exchanges that came before one of an earlier number, and wait until it has been taken in."""
+        self._next_exchange, self._next_reply = 0, 0
 
     async def process_id(self) -> int:
         """Returns the id of this process."""
@@ -94,21 +132,22 @@ class Host:
         """Answers a call of a method, async or not."""
         return await replied(lambda: self._call(method, *pickle.loads(arguments)))
 
-    async def open_streams(self, streams: bytes) -> bytes:
-        """Begins to read streams, one for each packed `OpenStream`, and gathers their items."""
-        return await replied(lambda: self._open(*pickle.loads(streams)[0]))
+    async def exchange(self, exchange: bytes) -> bytes:
+        """Takes in a `StreamExchange`; waits until a stream has items or none is open; returns the items of all.
 
-    async def close_streams(self, numbers: bytes) -> bytes:
-        """Stops reading these streams, which closes their iterators, and drops the items that were gathered."""
-        return await replied(lambda: self._close(*pickle.loads(numbers)[0]))
-
-    async def collect_streams(self, nothing: bytes) -> bytes:
-        """Waits until a stream has items or none is open; returns the `StreamItems` of all streams."""
-        collected = await self._collect()
+        An exchange that cannot be unpickled has done nothing, and its number is still awaited.
+        """
+        try:
+            ((took,), _) = pickle.loads(exchange)
+            await self._take_in(took)
+            collected = await self._collect() if took.waits else Collected()
+        except Exception as error:
+            return failed(error)
         try:
             return pickle.dumps((collected, None, ""), protocol=5)
         except Exception:  # An item cannot be copied: its stream fails, and the others go on.
-            return pickle.dumps(([self._copyable(each) for each in collected], None, ""), protocol=5)
+            streams = [self._copyable(each) for each in collected.streams]
+            return pickle.dumps((Collected(streams, collected.number), None, ""), protocol=5)
 
     def _make(self, make: bytes) -> None:
         with collected_later():  # Unpickling imports torch.
@@ -120,26 +159,56 @@ class Host:
             raise WorkerError("it is being started")
         return getattr(self.hosted, method)(*args, **kwargs)
 
-    def _open(self, *streams: OpenStream) -> None:
-        for stream in streams:
-            reader = asyncio.create_task(self._read(stream), name=f"read-{stream.method}-{stream.number}")
-            self._readers[stream.number] = reader
-            reader.add_done_callback(lambda _, number=stream.number: self._readers.pop(number, None))
+    async def _take_in(self, exchange: StreamExchange) -> None:
+        if exchange.number != self._next_exchange:
+            turn = self._turns[exchange.number] = asyncio.get_running_loop().create_future()
+            await turn
+        try:
+            for stream in exchange.opens:
+                reader = asyncio.create_task(self._read(stream), name=f"read-{stream.method}-{stream.number}")
+                self._readers[stream.number] = reader
+                reader.add_done_callback(lambda _, number=stream.number: self._ended(number))
+            self._close(*exchange.closes)
+            for sent in exchange.sends:
+                await self._call(sent.method, sent.args, {})
+        except Exception as error:
+            raise WorkerError(f"what was sent to it could not be taken: {described(error)}") from error
+        finally:
+            self._next_exchange += 1
+            if (turn := self._turns.pop(self._next_exchange, None)) and not turn.done():
+                turn.set_result(None)
 
     def _close(self, *numbers: int) -> None:
         for number in numbers:
             self._gathered.pop(number, None)
-            if reader := self._readers.pop(number, None):
+            if reader := self._readers.get(number):
                 reader.cancel()
-        self._has_items.set()
 
-    async def _collect(self) -> list[StreamItems]:
-        while not self._gathered and self._readers:
-            self._has_items.clear()
-            await self._has_items.wait()
+    def _ended(self, number: int) -> None:
+        """Forgets a reader. Without any, no exchange has anything to wait for."""
+        del self._readers[number]
+        while self._waiting and not self._readers:
+            self._wake_oldest()
+
+    async def _collect(self) -> Collected:
+        if not self._gathered and self._readers:
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            if len(self._waiting) > MOST_WAITING:
+                self._wake_oldest()
+            await waiting
             await asyncio.sleep(0)  # Items and ends that come in this turn of the event loop cross together.
+        if not self._gathered:
+            return Collected()
         gathered, self._gathered = self._gathered, {}
-        return list(gathered.values())
+        self._next_reply += 1
+        return Collected(list(gathered.values()), self._next_reply - 1)
+
+    def _wake_oldest(self) -> None:
+        while self._waiting:
+            if not (waiting := self._waiting.popleft()).done():
+                waiting.set_result(None)
+                return
 
     def _copyable(self, collected: StreamItems) -> StreamItems:
         """Returns the news, or, if its items cannot be pickled, the error that ends its stream."""
@@ -166,7 +235,8 @@ class Host:
 
     def _gathered_from(self, number: int) -> StreamItems:
         """Returns the news of a stream, to which the caller is about to add."""
-        self._has_items.set()
+        if not self._gathered and self._waiting:
+            self._wake_oldest()
         return self._gathered.setdefault(number, StreamItems(number))
 
 
@@ -194,9 +264,14 @@ async def replied(work: Callable[[], Any]) -> bytes:
     except asyncio.CancelledError:
         if is_being_cancelled():
             raise
-        return pickle.dumps((None, cancelled_itself("a call"), traceback.format_exc()), protocol=5)
+        return failed(cancelled_itself("a call"))
     except Exception as error:
-        return pickle.dumps((None, portable(error), traceback.format_exc()), protocol=5)
+        return failed(error)
+
+
+def failed(error: Exception) -> bytes:
+    """The error of the work that failed just now, as `answer` reads it."""
+    return pickle.dumps((None, portable(error), traceback.format_exc()), protocol=5)
 
 
 def is_being_cancelled() -> bool:

@@ -1,11 +1,11 @@
 """Proxy of a resident's hosted object: an object with the methods of its contract, each of which crosses to it.
 
     method ───────────────► one crossing, in the order of the calls
-    method that streams ──► Streams ──► open, collect: crossings shared by all streams
+    method that streams ──► Streams ──► crossings shared by all streams, and by what is sent
     close ────────────────► the method of the hosted object, then the end of the resident
 
-A contract is a Protocol whose methods are all `async def`, or return an AsyncIterator. Two marks on its methods,
-`alters` and `restores`, say what a cancelled call means.
+A contract is a Protocol whose methods are all `async def`, or return an AsyncIterator. Marks on its methods, `alters`
+and `restores`, say what a cancelled call means; `sends` says that nobody waits for a call.
 """
 
 import asyncio
@@ -57,6 +57,15 @@ def restores(method: F) -> F:
     return alters(method)
 
 
+def sends(method: F) -> F:
+    """Marks a method of a contract that returns nothing, and for which callers do not wait: it crosses with streams.
+
+    Calls arrive in their order, also among openings of streams. If one fails, all streams of its resident end.
+    """
+    method.__dict__["is_sent"] = True
+    return method
+
+
 class Crossings:
     """The state that all methods of one proxy share."""
 
@@ -89,6 +98,13 @@ class Crossings:
         if hasattr(mark, "restores_state") and self._abandoned[0] < number:
             self._abandoned = (0, "")
         return result
+
+    def send(self, method: str, /, *args: Any) -> None:
+        """Sends one call."""
+        try:
+            self._streams.send(method, args)
+        except WorkerError as error:
+            raise self._error(f"it was lost before '{method}': {error}") from error
 
     async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Yields the items of one stream. Closing this iterator closes the hosted object's iterator."""
@@ -203,6 +219,13 @@ def forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
             return self._crossings.stream(method.__name__, *args, **kwargs)
 
         return _like(stream, method)
+
+    if hasattr(method, "is_sent"):
+
+        async def send(self: Proxy[Any], *args: Any) -> None:
+            self._crossings.send(method.__name__, *args)
+
+        return _like(send, method)
 
     async def call(self: Proxy[Any], *args: Any, **kwargs: Any) -> Any:
         return await self._crossings.call(method, *args, **kwargs)

@@ -22,6 +22,7 @@ from flexmarl.agents import Team, TeamSpec, Workflow
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.cluster.host import ErrorWithoutInit, portable
+from flexmarl.cluster.proxy import sends
 from flexmarl.errors import EpisodeError
 from flexmarl.events.event import Events, Notice
 from flexmarl.events.failures import trace_of
@@ -129,6 +130,7 @@ class RolloutWorker(Protocol):
         """
         ...
 
+    @sends
     async def tell(self, messages: Sequence[ToEpisode]) -> None:
         """Passes messages to the episodes, in this order. Those to episodes that have ended are ignored."""
         ...

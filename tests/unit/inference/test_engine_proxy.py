@@ -47,13 +47,7 @@ async def collect(engine, requests):
 
 def controllers_tasks(resident):
     """Those of the proxy; the engine's own end with its resident."""
-    names = (f"send-{resident.name}", f"collect-{resident.name}")
-    return [task.get_name() for task in asyncio.all_tasks() if task.get_name() in names]
-
-
-def streaming(resident):
-    """Crossings of streams, in order."""
-    return [name.removesuffix("_streams") for name in resident.crossings if name.endswith("_streams")]
+    return [task for task in asyncio.all_tasks() if task.get_name() == f"exchange-{resident.name}"]
 
 
 def test_an_embedded_engine_conforms_through_its_proxy():
@@ -115,12 +109,12 @@ def test_a_resident_that_dies_fails_every_call_with_the_reason_and_every_later_o
     run_virtual(scenario())
 
 
-def test_requests_of_one_tick_cross_together_and_one_collect_waits_for_all_of_them():
+def test_requests_of_one_tick_and_the_answers_to_them_are_one_crossing():
     async def scenario():
         async with resident_of(scripted(0.1), latency_s=0.01) as resident:
             readers = [asyncio.create_task(collect(resident.remote, [request(i, max_tokens=5)])) for i in range(20)]
             await asyncio.gather(*readers)
-            assert streaming(resident) == ["open", "collect"]
+            assert resident.crossings == ["exchange"]
 
     run_virtual(scenario())
 
@@ -138,7 +132,6 @@ def test_usage_counts_what_waits_and_what_runs():
             use = await engine.usage()
             assert (use.queued + use.running, use.queued_tokens) == (1, 6)
             await reader
-            assert streaming(resident) == ["open", "collect", "collect"]
 
     run_virtual(scenario())
 
@@ -151,7 +144,7 @@ def test_answers_that_are_there_together_cross_together():
                 *(collect(resident.remote, [request(i, max_tokens=length)]) for i, length in enumerate(lengths))
             )
             assert [len(answers[str(i)].response_ids) for i, answers in enumerate(got)] == list(lengths)
-            assert streaming(resident) == ["open", "collect", "collect"]
+            assert resident.crossings == ["exchange", "exchange"]
 
     run_virtual(scenario())
 

@@ -18,7 +18,7 @@ from flexmarl.records import AgentName, Episode, GroupId, GroupRecord, PolicyNam
 from flexmarl.rollout.episode_calls import Holds
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
-from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
+from flexmarl.rollout.worker import FromEpisode, PlayJob, PlayParts, RolloutHost, RolloutWorker
 from flexmarl.testing.agents import Script, ScriptedModel
 
 TASK = Task(input_id="sum-1", prompt="3+4", reference="7")
@@ -106,7 +106,7 @@ async def workers_of(
 
     def spec(name: WorkerId) -> ResidentSpec[RolloutWorker]:
         return ResidentSpec(
-            name=name, kind=ResidentKind.ROLLOUT, contract=RolloutWorker, make=lambda: RolloutHost(name, parts)
+            name=name, kind=ResidentKind.ROLLOUT, contract=RolloutWorker, make=lambda: CountingHost(name, parts)
         )
 
     nodes = {"left": number, "right": number}
@@ -119,6 +119,17 @@ async def workers_of(
             for resident in await cluster.spawn([spec(WorkerId("rollout", number=n)) for n in range(number)]):
                 crew.add(resident)
             yield crew, cluster
+
+
+class CountingHost(RolloutHost):
+    """Counts the episodes that it was given."""
+
+    played = 0
+
+    async def play(self, job: PlayJob) -> AsyncIterator[FromEpisode]:
+        self.played += 1
+        async for item in super().play(job):
+            yield item
 
 
 class Unclosed:

@@ -243,9 +243,9 @@ def test_episodes_go_to_the_worker_with_the_fewest():
         async with workers_of(2, team=parts["team"]) as (crew, cluster):
             one = remote(crew, parts)
             await asyncio.gather(*(one.play(GROUP, index) for index in range(6)))
-            return [resident.crossings.count("open_streams") for resident in cluster.residents]
+            return [resident.hosted.played for resident in cluster.residents]
 
-    assert run_virtual(scenario()) == [1, 1], "three episodes each, opened together"
+    assert run_virtual(scenario()) == [3, 3]
 
 
 def test_an_episode_that_ended_counts_no_longer():
@@ -255,7 +255,7 @@ def test_an_episode_that_ended_counts_no_longer():
             one = remote(crew, parts)
             for index in range(3):
                 await one.play(GROUP, index)
-            return [resident.crossings.count("open_streams") for resident in cluster.residents]
+            return [resident.hosted.played for resident in cluster.residents]
 
     assert run_virtual(scenario()) == [3, 0]
 
@@ -282,7 +282,7 @@ def test_messages_of_a_moment_cross_together():
             return Counter(cluster.residents[0].crossings)
 
     crossings = run_virtual(scenario())
-    assert crossings["tell"] <= 8, "4 rounds of 16 answers"
+    assert crossings["exchange"] <= 8, "4 rounds of 16 answers"
 
 
 def test_tool_calls_of_all_workers_share_the_places_of_the_run():
