@@ -62,7 +62,7 @@ def test_a_process_that_is_killed_while_weights_are_loaded_costs_the_engine_and_
         while doomed.engine._may_go.is_set():  # noqa: ASYNC110 - the load has begun when requests may not go
             await asyncio.sleep(0)
         part(name).kill()
-        with pytest.raises(EngineError, match="loading 'weights/solver/1'"):
+        with pytest.raises(EngineError, match=r"loading 'weights/solver/1'|is lost"):  # Whoever notices first.
             await loading
         with pytest.raises(EngineError, match="is lost"):
             await running
