@@ -1,6 +1,7 @@
 """A run whose seats a program plays, over real sockets, in a process of its own."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -49,13 +50,29 @@ def test_a_policy_learns_from_a_program_and_every_token_is_accounted_for(folder:
     assert any(event["event"] == "updated" for event in events)
 
 
+def newest(folder: Path) -> Path:
+    return max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def test_what_a_program_says_of_its_key_is_not_kept(folder: Path) -> None:
+    with pytest.raises(FlexmarlError) as failed:
+        trained(folder, "team.workflow.name=tells_its_key", "evaluate.tasks=0", "rollout.group_retries=0")
+    texts = [path.read_bytes().decode(errors="replace") for path in newest(folder).rglob("*") if path.is_file()]
+    because = [
+        found for text in [*texts, str(failed.value)] for found in re.findall(r"(\S+) does not work at (\S+)", text)
+    ]
+    assert because
+    assert {(key, re.sub(r":\d+/e/\*\*\*/", "/", url).rstrip('"\\n')) for key, url in because} == {
+        ("***", "http://127.0.0.1/solver/v1")
+    }
+
+
 def test_a_program_that_raises_fails_its_episodes_and_the_error_says_where(folder: Path) -> None:
     with pytest.raises(FlexmarlError):
         trained(folder, "team.workflow.name=raises", "evaluate.tasks=0", "rollout.group_retries=0")
-    newest = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     failed = [
         event
-        for event in map(json.loads, (newest / "journal.jsonl").read_text().splitlines())
+        for event in map(json.loads, (newest(folder) / "journal.jsonl").read_text().splitlines())
         if event["event"] == "episode_failed"
     ]
     assert failed

@@ -38,6 +38,12 @@ class ProgramTask:
     seed: int = 0
     """Seed for random numbers of the program, the same in every play of this trajectory."""
 
+    @classmethod
+    def of(cls, task: Task, seed: int = 0) -> "ProgramTask":
+        """The part of a task that a program sees."""
+        opening = tuple({"role": one.role, "content": one.content} for one in task.opening)
+        return cls(input_id=task.input_id, prompt=task.prompt, opening=opening, data=dict(task.data), seed=seed)
+
 
 ProgramFunction = Callable[[ProgramTask, Mapping[str, SeatAddress]], Awaitable[Any]]
 """`async def run(task, seats) -> answer`: plays one episode at the seats' addresses; the answer is a JSON value."""

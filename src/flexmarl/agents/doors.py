@@ -36,6 +36,18 @@ class SeatAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardAddress:
+    """Where rewards of one episode are posted, as long as its door is open: {"reward": 1.0, "seat": "solver"}.
+
+    It is for whoever judges the episode, and never for its program.
+    """
+
+    url: str
+    key: str = field(repr=False)
+    """API key; it is none of the seats'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoorCall:
     """A reply that the program has got."""
 
@@ -58,6 +70,11 @@ class Door(Protocol):
     @property
     def seats(self) -> Mapping[str, SeatAddress]:
         """The address of each seat."""
+        ...
+
+    @property
+    def rewards(self) -> RewardAddress:
+        """Where rewards of the episode are posted."""
         ...
 
     @property

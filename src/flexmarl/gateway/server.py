@@ -2,6 +2,7 @@
 
     POST /e/KEY/SEAT/v1/chat/completions | responses | messages | messages/count_tokens
     GET  /e/KEY/SEAT/v1/models, /v1/responses/ID;  DELETE /v1/responses/ID
+    /episodes/...                                  for whoever drives episodes: driving.py
 
 consumes     requests of programs that play seats
 waits for    the replies of the episode's door, and the client that reads them
@@ -20,7 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from flexmarl.cluster.concurrency import task_block
@@ -29,6 +30,7 @@ from flexmarl.events.safe_json import parse_json
 from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, seat_of
 from flexmarl.gateway.dialects import DIALECTS, Dialect
 from flexmarl.gateway.dialects.base import Answer, Ask, Refused, by_words
+from flexmarl.gateway.driving import EpisodesApp
 from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.heard import Replies
 from flexmarl.gateway.sessions import Sessions
@@ -39,7 +41,9 @@ COUNT = "messages/count_tokens"
 
 def application(sessions: Sessions) -> Starlette:
     """The ASGI application of a gateway."""
-    return Starlette(routes=[Mount("/e", app=DoorApp(sessions))])
+    episodes = EpisodesApp(sessions)
+    routes = [Route("/episodes", episodes), Mount("/episodes", app=episodes)]
+    return Starlette(routes=[Mount("/e", app=DoorApp(sessions)), *routes])
 
 
 class DoorApp:
