@@ -1,4 +1,7 @@
-"""Workflow of programs that we do not own: a registered function speaks OpenAI's or Anthropic's API for the seats.
+"""Workflows of agents that we do not own: whatever speaks OpenAI's or Anthropic's API for the seats.
+
+Program    a registered function, in the process for programs
+Service    a running agent somewhere, which gets a request for each episode
 
     @program("ask_twice")
     async def ask_twice(task: ProgramTask, seats: Mapping[str, SeatAddress]) -> str:
@@ -7,18 +10,21 @@
         return answer                       # any JSON value
 
 consumes     a task, and the addresses of the episode's seats
-waits for    the program, which runs in the process for programs; its calls wait as all calls do
-produces     the program's answer; rewards, by the task's score or by a registered judge
-unblocked by the end of the program; the episode's time limit bounds it
+waits for    the agent; its calls wait as all calls do
+produces     the agent's answer; rewards, by the task's score or by a registered judge
+unblocked by the end of the agent; the episode's time limit bounds it
 """
 
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from flexmarl.agents.context import episode_seed
-from flexmarl.agents.doors import DoorCall, SeatAddress
+from flexmarl.agents.doors import Door, DoorCall, SeatAddress
 from flexmarl.agents.patterns import Pattern
 from flexmarl.agents.team import Team, Workflow
 from flexmarl.errors import EpisodeError
@@ -58,41 +64,78 @@ judge = JUDGES.register
 """Decorator that makes a function the judge of that name: `@judge("per_attempt")`."""
 
 
-class Program(Pattern):
+class BlackBox(Pattern):
+    """Base of the workflows whose seats an agent plays that we do not own."""
+
+    opens_doors: ClassVar[bool] = True
+
+    judge: str = ""
+    """Name of the function that gives the rewards, as registered with `@judge(name)`; empty: the answer's score."""
+
+    def resolve(self) -> Workflow:
+        """The function that plays an episode. Raises ConfigError with the nearest name if there is no such judge."""
+        return partial(self._judged, JUDGES[self.judge] if self.judge else score_of_answer)
+
+    async def run(self, task: Task, team: Team) -> None:
+        """Plays one episode."""
+        await self.resolve()(task, team)
+
+    async def _judged(self, judge: JudgeFunction, task: Task, team: Team) -> None:
+        seed = episode_seed(team.context.run_seed, team.context.trajectory_id)
+        async with team.door() as door:
+            answer = await self.play(door, task, team, seed)
+            judge(task, team, answer, door.calls)
+
+    @abstractmethod
+    async def play(self, door: Door, task: Task, team: Team, seed: int) -> Any:
+        """Lets the agent play the seats at the door; returns its answer, a JSON value."""
+
+
+class Program(BlackBox):
     """A registered program plays the seats over HTTP: anything that speaks OpenAI's or Anthropic's API.
 
     It runs in a process of its own, together with those of other episodes. Without a `judge`, every seat is rewarded
     with the score of its answer.
     """
 
-    opens_doors: ClassVar[bool] = True
-
     type: Literal["program"] = "program"
     name: str
     """Name of the program, as registered with `@program(name)` in a file that `code` lists."""
-    judge: str = ""
-    """Name of the function that gives the rewards, as registered with `@judge(name)`; empty: the answer's score."""
 
     def resolve(self) -> Workflow:
-        """The function that plays the program. Raises ConfigError with the nearest name if there is none."""
+        """As that of every black box. Raises ConfigError with the nearest name if there is no such program."""
         _ = PROGRAMS[self.name]
-        return partial(self._play, JUDGES[self.judge] if self.judge else score_of_answer)
+        return super().resolve()
 
-    async def run(self, task: Task, team: Team) -> None:
-        """Plays one episode."""
-        await self.resolve()(task, team)
+    async def play(self, door: Door, task: Task, team: Team, seed: int) -> Any:
+        """Runs the program."""
+        return await door.play(self.name, task, seed=seed)
 
-    async def _play(self, judge: JudgeFunction, task: Task, team: Team) -> None:
-        seed = episode_seed(team.context.run_seed, team.context.trajectory_id)
-        async with team.door() as door:
-            answer = await door.play(self.name, task, seed=seed)
-            judge(task, team, answer, door.calls)
+
+class Service(BlackBox):
+    """An agent that is running already plays the seats: it gets a request with task and addresses for each episode.
+
+    It gets {task, seats, deadline_s} and answers {answer, metrics}; both may be left out. It learns no reward key.
+    Without a `judge`, every seat is rewarded with the score of its answer.
+    """
+
+    type: Literal["service"] = "service"
+    url: str = Field(pattern=r"^https?://[^@\s]+$")
+    """Where it takes episodes, e.g. http://127.0.0.1:9000/play."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds in which it must answer; without an answer, the episode has failed."""
+
+    async def play(self, door: Door, task: Task, team: Team, seed: int) -> Any:
+        """Asks the service, and reports its metrics."""
+        said = await door.play(self, task, seed=seed)
+        team.report(**said["metrics"])
+        return said["answer"]
 
 
 def score_of_answer(task: Task, team: Team, answer: Any, calls: Sequence[DoorCall]) -> None:
     """Rewards every seat with the score of the answer."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        kind = type(answer).__name__
+        kind = "nothing" if answer is None else type(answer).__name__
         raise EpisodeError(f"the program answered {kind}, which has no score; return a text, or set a judge")
     score = task.score(str(answer))
     team.reward(score)

@@ -64,6 +64,15 @@ class DoorCall:
         self.give((self.turn,), reward, part)
 
 
+class OutsideAgent(Protocol):
+    """Settings of an agent that is no registered program."""
+
+    @property
+    def type(self) -> str:
+        """The kind of agent, which chooses its runner."""
+        ...
+
+
 class Door(Protocol):
     """The addresses of one episode. They are gone when its block is left."""
 
@@ -82,10 +91,11 @@ class Door(Protocol):
         """The replies that were delivered so far, in the order in which they were asked for."""
         ...
 
-    async def play(self, program: str, task: Task, *, seed: int) -> Any:
-        """Runs a registered program on the task, in the process for programs; returns its answer, a JSON value.
+    async def play(self, agent: "str | OutsideAgent", task: Task, *, seed: int) -> Any:
+        """Lets an agent play the task: a registered program by its name, or that of a workflow's settings.
 
-        Raises EpisodeError if the program raises, its process dies, or its answer is no JSON value.
+        Returns the program's answer, a JSON value; of a service, {answer, metrics}. Raises EpisodeError if the agent
+        fails, dies, or answers no JSON value.
         """
         ...
 

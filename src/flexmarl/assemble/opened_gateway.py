@@ -1,7 +1,8 @@
 """Opens the gateway of a run, where its settings ask for one: the HTTP server, the doors, the process for programs.
 
 settings ──► socket ──► Sessions (doors of episodes) ──► uvicorn in the run's event loop
-                             └──► ProgramHost, whose process starts with the first program
+                             ├──► ProgramHost, whose process starts with the first program
+             └──► ServiceHost, the connections to running agents
 """
 
 import importlib
@@ -25,7 +26,7 @@ async def opened_gateway(blueprint: Blueprint, gateway: GatewaySettings, events:
 
     Raises MissingExtra if the packages are not installed, ConfigError if it cannot listen.
     """
-    server = server_or_refuse()
+    server, services = server_or_refuse(), module_or_refuse("flexmarl.gateway.runners.services")
     try:
         listening = server.listening_socket(gateway.host, gateway.port)
     except OSError as error:
@@ -35,18 +36,25 @@ async def opened_gateway(blueprint: Blueprint, gateway: GatewaySettings, events:
     host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
     url = f"http://{host}:{listening.getsockname()[1]}"
     settings = blueprint.settings
-    async with ProgramHost([settings.path(path) for path in settings.code]).open() as programs:
-        sessions = Sessions(gateway, url=url, limits=limits_of(settings), events=events, programs=programs)
+    code = [settings.path(path) for path in settings.code]
+    async with ProgramHost(code).open() as programs, services.ServiceHost().open() as running:
+        runners = {"program": programs, "service": running}
+        sessions = Sessions(gateway, url=url, limits=limits_of(settings), events=events, runners=runners)
         async with server.serving(server.application(sessions), listening):
             yield sessions
 
 
 def server_or_refuse() -> ModuleType:
     """The gateway's server. Raises MissingExtra if a package of it is not installed."""
+    return module_or_refuse("flexmarl.gateway.server")
+
+
+def module_or_refuse(name: str) -> ModuleType:
+    """A module of the gateway. Raises MissingExtra if a package of the extra is not installed."""
     try:
-        return importlib.import_module("flexmarl.gateway.server")
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] in ("starlette", "uvicorn", "httptools"):
+        if error.name and error.name.partition(".")[0] in ("starlette", "uvicorn", "httptools", "httpx2"):
             raise MissingExtra("gateway", "the gateway, at which programs play seats,") from None
         raise
 

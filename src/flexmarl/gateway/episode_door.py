@@ -24,7 +24,7 @@ from flexmarl.agents.black_box import ProgramTask
 from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller
 from flexmarl.agents.chat import Prompt, SaidCall, holds_thought
 from flexmarl.agents.context import EpisodeContext
-from flexmarl.agents.doors import DoorCall, RewardAddress, SeatAddress
+from flexmarl.agents.doors import DoorCall, OutsideAgent, RewardAddress, SeatAddress
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import found
 from flexmarl.agents.workflow_tasks import Outside
@@ -52,11 +52,11 @@ def episode_ended() -> Refused:
     return Refused("the episode has ended", status=410, code="episode_ended")
 
 
-class Programs(Protocol):
-    """Runs registered programs."""
+class Runner(Protocol):
+    """Runs agents of one kind."""
 
-    async def play(self, program: str, payload: Mapping[str, Any]) -> Any:
-        """See `Door.play`."""
+    async def play(self, agent: Any, payload: Mapping[str, Any], /) -> Any:
+        """Plays an episode, as `Door.play` says. `payload`: `task`, `seats` and the name of the `episode`."""
         ...
 
 
@@ -82,17 +82,20 @@ class EpisodeDoor:
         key: str,
         url: str,
         limits: Mapping[PolicyName, int],
-        programs: Programs | None,
+        runners: Mapping[str, Runner],
         reward_key: str = "",
     ) -> None:
-        """`limits`: most tokens of prompt and reply together, by policy. `reward_key`: see `RewardAddress`."""
+        """`limits`: most tokens of prompt and reply together, by policy. `runners`: by the kind of agent.
+
+        `reward_key`: see `RewardAddress`.
+        """
         self.key, self.reward_key = key, reward_key
         self.account = Account()
         self.deliveries = self.deliveries_of()
         self._settings, self._agents, self._ledger = settings, agents, ledger
         self._heard = self.heard(context.generate, self.account)
         self._context = replace(context, generate=self._heard)
-        self._url, self._limits, self._programs = url, limits, programs
+        self._url, self._limits, self._runners = url, limits, runners
         self._tasks: asyncio.TaskGroup | None = None
         self._voices: dict[tuple[str, str], Voice] = {}
         self._histories = {
@@ -181,12 +184,13 @@ class EpisodeDoor:
         ]
         return tuple(sorted(calls, key=lambda call: call.turn.hop))
 
-    async def play(self, program: str, task: Task, *, seed: int) -> Any:
-        """Runs a registered program on the task."""
-        assert self._programs is not None, "who opens doors for programs gives them"
+    async def play(self, agent: str | OutsideAgent, task: Task, *, seed: int) -> Any:
+        """See `Door`."""
+        runner = self._runners["program" if isinstance(agent, str) else agent.type]
         seats = {name: asdict(at) for name, at in self.seats.items()}
+        payload = {"task": asdict(ProgramTask.of(task, seed)), "seats": seats, "episode": self._context.episode}
         try:
-            return await self._programs.play(program, {"task": asdict(ProgramTask.of(task, seed)), "seats": seats})
+            return await runner.play(agent, payload)
         except EpisodeError as error:
             raise EpisodeError(self._without_key(str(error))) from None
 

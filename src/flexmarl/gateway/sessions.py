@@ -20,7 +20,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.group_events import EpisodeAccount
 from flexmarl.gateway.account import Account
 from flexmarl.gateway.dialects.base import Refused
-from flexmarl.gateway.episode_door import EpisodeDoor, Programs, episode_ended
+from flexmarl.gateway.episode_door import EpisodeDoor, Runner, episode_ended
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, EpisodeId, PolicyName
 
@@ -67,13 +67,16 @@ class Sessions:
         url: str,
         limits: Mapping[PolicyName, int],
         events: Events | None = None,
-        programs: Programs | None = None,
+        runners: Mapping[str, Runner] | None = None,
         new_key: Callable[[], str] = new_key,
         kind: type[EpisodeDoor] = EpisodeDoor,
     ) -> None:
-        """`url`: where the gateway listens. `limits`: most tokens of prompt and reply together, by policy."""
+        """`url`: where the gateway listens. `limits`: most tokens of prompt and reply together, by policy.
+
+        `runners`: runs agents, by their kind.
+        """
         self.settings, self.url = settings, url
-        self._limits, self._events, self._programs, self._new_key = limits, events, programs, new_key
+        self._limits, self._events, self._runners, self._new_key = limits, events, runners or {}, new_key
         self._kind = kind
         self.driver: Driver | None = None
         """Begins episodes that are asked for over HTTP; None: a run plays them."""
@@ -96,7 +99,7 @@ class Sessions:
             key=self._new_key(),
             url=self.url,
             limits=self._limits,
-            programs=self._programs,
+            runners=self._runners,
             reward_key=self._new_key(),
         )
         self._doors[door.key] = self._episodes[context.episode] = door
