@@ -2,6 +2,7 @@
 
 Program    a registered function, in the process for programs
 Service    a running agent somewhere, which gets a request for each episode
+Command    a program of the command line, started for each episode in a box whose only way out is the gateway
 
     @program("ask_twice")
     async def ask_twice(task: ProgramTask, seats: Mapping[str, SeatAddress]) -> str:
@@ -15,13 +16,15 @@ produces     the agent's answer; rewards, by the task's score or by a registered
 unblocked by the end of the agent; the episode's time limit bounds it
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flexmarl.agents.context import episode_seed
 from flexmarl.agents.doors import Door, DoorCall, SeatAddress
@@ -130,6 +133,73 @@ class Service(BlackBox):
         said = await door.play(self, task, seed=seed)
         team.report(**said["metrics"])
         return said["answer"]
+
+
+class Command(BlackBox):
+    """A command in a box plays the seats, one for each episode: in /box, with the task's files.
+
+    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. The box reaches
+    nothing but the gateway, and all that the command started ends with the episode. Where this machine cannot guarantee
+    that, the run does not start. Without a `judge`, every seat is rewarded with the score of its answer.
+    """
+
+    boxed: ClassVar[bool] = True
+
+    type: Literal["command"] = "command"
+    argv: tuple[str, ...] = Field(min_length=1)
+    """Program and arguments. Placeholders: {openai_url}, {anthropic_url}, {key}, {model}, {prompt}. One URL serves all
+    seats: the name of the model is that of the seat, and {model} is the first one."""
+    env: Mapping[str, str] = {}
+    """Further variables of its environment, with the same placeholders."""
+    reads: tuple[Path, ...] = ()
+    """Files and folders of this machine that the box may read, at their own paths, beside /usr: the agent's program and
+    its packages. Every user must be able to read them."""
+    answer: str = ""
+    """File below /box that holds the answer at the end; empty: what the command printed on stdout."""
+    ok_exits: tuple[int, ...] = (0,)
+    """Exit statuses that are no failure."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds in which it must end; otherwise the episode has failed."""
+    output_kib: int = Field(default=16, ge=0)
+    """KiB of stdout and of stderr of each episode that are kept in the run's folder `commands`, without keys; 0: none.
+    """
+
+    @model_validator(mode="after")
+    def _placeholders_are_known(self) -> Self:
+        texts = {"argv": self.argv, **{f"env.{name}": (text,) for name, text in self.env.items()}}
+        for setting, found in (
+            (name, found) for name, each in texts.items() for found in map(PLACEHOLDER.findall, each)
+        ):
+            if unknown := sorted({*found} - {*PLACEHOLDERS}):
+                known = ", ".join(f"{{{one}}}" for one in PLACEHOLDERS)
+                raise ValueError(f"{setting}: there is no placeholder {{{unknown[0]}}}; there are: {known}")
+        return self
+
+    def filled_argv(self, values: Mapping[str, str]) -> list[str]:
+        """Program and arguments with the values of their placeholders."""
+        return [_filled(text, values) for text in self.argv]
+
+    def filled_env(self, values: Mapping[str, str]) -> dict[str, str]:
+        """The further variables with the values of their placeholders."""
+        return {name: _filled(text, values) for name, text in self.env.items()}
+
+    async def play(self, door: Door, task: Task, team: Team, seed: int) -> Any:
+        """Runs the command."""
+        return await door.play(self, task, seed=seed)
+
+
+PLACEHOLDERS = ("openai_url", "anthropic_url", "key", "model", "prompt")
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+"""A name in braces; braces of JSON are none."""
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with values for its placeholders, in one pass: a prompt may spell one.
+
+    >>> _filled('{"url": "{openai_url}"}', {"openai_url": "http://127.0.0.1/v1"})
+    '{"url": "http://127.0.0.1/v1"}'
+    """
+    return PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
 def score_of_answer(task: Task, team: Team, answer: Any, calls: Sequence[DoorCall]) -> None:

@@ -94,8 +94,8 @@ class Door(Protocol):
     async def play(self, agent: "str | OutsideAgent", task: Task, *, seed: int) -> Any:
         """Lets an agent play the task: a registered program by its name, or that of a workflow's settings.
 
-        Returns the program's answer, a JSON value; of a service, {answer, metrics}. Raises EpisodeError if the agent
-        fails, dies, or answers no JSON value.
+        Returns the answer: of a program, a JSON value; of a service, {answer, metrics}; of a command, a text. Raises
+        EpisodeError if the agent fails, dies, or answers no JSON value.
         """
         ...
 

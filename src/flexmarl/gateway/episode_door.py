@@ -186,7 +186,9 @@ class EpisodeDoor:
 
     async def play(self, agent: str | OutsideAgent, task: Task, *, seed: int) -> Any:
         """See `Door`."""
-        runner = self._runners["program" if isinstance(agent, str) else agent.type]
+        kind = "program" if isinstance(agent, str) else agent.type
+        if (runner := self._runners.get(kind)) is None:
+            raise EpisodeError(f"this run plays no agent of type '{kind}'; it plays: {', '.join(self._runners)}")
         seats = {name: asdict(at) for name, at in self.seats.items()}
         payload = {"task": asdict(ProgramTask.of(task, seed)), "seats": seats, "episode": self._context.episode}
         try:

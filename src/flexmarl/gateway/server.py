@@ -15,6 +15,7 @@ import hashlib
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -37,6 +38,11 @@ from flexmarl.gateway.sessions import Sessions
 from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse
 
 COUNT = "messages/count_tokens"
+
+
+def seats_alone(sessions: Sessions) -> Starlette:
+    """The ASGI application of a gateway without what drives episodes, for agents in boxes."""
+    return Starlette(routes=[Mount("/e", app=DoorApp(sessions))])
 
 
 def application(sessions: Sessions) -> Starlette:
@@ -225,6 +231,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
+    listening.listen(2048)
+    listening.setblocking(False)
+    return listening
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """A Unix socket that listens, for every user: boxes are nobody's."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    path.chmod(0o666)
     listening.listen(2048)
     listening.setblocking(False)
     return listening
