@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from flexmarl.assemble.commands import assemble_run
+from flexmarl.cli import app
 from flexmarl.config import load_run
 from flexmarl.errors import FlexmarlError
 from tests.program_of_a_run import OVERRIDES, PROGRAM
@@ -78,3 +80,9 @@ def test_a_program_that_raises_fails_its_episodes_and_the_error_says_where(folde
     assert failed
     assert "program 'raises': ValueError: no such tool" in failed[0]["because"]
     assert "program.py" in failed[0]["because"]
+
+
+def test_a_config_whose_seats_a_program_plays_can_be_checked(folder: Path) -> None:
+    checked = CliRunner().invoke(app, ["check", str(folder / "config.yaml"), *SMALL, *OVERRIDES])
+    assert checked.exit_code == 0, checked.output
+    assert "no task is played here" in " ".join(checked.output.split())

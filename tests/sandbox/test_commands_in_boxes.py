@@ -212,7 +212,7 @@ def test_folders_that_the_agent_may_read_are_there_and_others_are_not(sandbox, p
     (place / "agent").mkdir()
     (place / "agent" / "main.py").write_text("print(open('/box/task.txt').read() + '!')")
     (place / "hidden").write_text("hidden")
-    command = Command(argv=("python3", f"{place}/agent/main.py"), reads=(Path("agent"),))
+    command = Command(argv=("python3", "{base}/agent/main.py"), reads=(Path("agent"),))
     got = played(sandbox, place, command, files={"task.txt": "3+4"})
     assert got.notes["answer"] == "3+4!"
     got = played(sandbox, place, Command(argv=("cat", f"{place}/hidden")))

@@ -147,8 +147,8 @@ class Command(BlackBox):
 
     type: Literal["command"] = "command"
     argv: tuple[str, ...] = Field(min_length=1)
-    """Program and arguments. Placeholders: {openai_url}, {anthropic_url}, {key}, {model}, {prompt}. One URL serves all
-    seats: the name of the model is that of the seat, and {model} is the first one."""
+    """Program and arguments. Placeholders: {openai_url}, {anthropic_url}, {key}, {model}, {prompt}, and {base}, the
+    config's folder. One URL serves all seats: the model's name is that of the seat; {model} is the first one."""
     env: Mapping[str, str] = {}
     """Further variables of its environment, with the same placeholders."""
     reads: tuple[Path, ...] = ()
@@ -188,7 +188,7 @@ class Command(BlackBox):
         return await door.play(self, task, seed=seed)
 
 
-PLACEHOLDERS = ("openai_url", "anthropic_url", "key", "model", "prompt")
+PLACEHOLDERS = ("openai_url", "anthropic_url", "key", "model", "prompt", "base")
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 """A name in braces; braces of JSON are none."""
 

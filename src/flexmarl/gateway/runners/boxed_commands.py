@@ -56,7 +56,7 @@ class CommandHost:
     async def play(self, command: Command, payload: Mapping[str, Any]) -> str:
         """Plays one episode; returns the answer. Raises EpisodeError."""
         task, seats = payload["task"], payload["seats"]
-        names = _placeholders(task["prompt"], seats)
+        names = {**_placeholders(task["prompt"], seats), "base": str(self._base)}
         files = task["data"].get("files", {})
         if not isinstance(files, Mapping):
             raise EpisodeError(f"Task.data['files'] must map names to texts, got {type(files).__name__}")
