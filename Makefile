@@ -126,6 +126,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 	$(BIN)/python benchmarks/real_model.py --json
 	$(BIN)/python benchmarks/sandbox.py --json
+	$(BIN)/python benchmarks/gateway.py --json
 	$(BIN)/python benchmarks/pipeline.py --json
 	$(BIN)/python benchmarks/store.py --json
 	$(BIN)/python benchmarks/conversations.py --json
