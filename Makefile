@@ -17,7 +17,8 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras test-vllm \
+.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras test-gateway \
+	test-vllm \
 	check lint bench bench-vllm gpu gpu-wheels docs clean
 
 help:  ## what each target does
@@ -55,10 +56,10 @@ PROCESSES := tests/processes tests/ray
 SANDBOX := tests/sandbox
 
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
-test test-processes test-sandbox test-deep test-extras test-vllm check lint: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-sandbox test-deep test-extras test-gateway test-vllm check lint: export PYTHONDONTWRITEBYTECODE =
 
-test: install-dev  ## all tests but those of the next four targets, in JOBS processes (some minutes)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras tests/vllm)
+test: install-dev  ## all tests but those of the next targets, in JOBS processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras tests/clients tests/vllm)
 
 test-processes: install-dev  ## Ray, kills, signals, terminals, other users, wheels: real processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
@@ -77,6 +78,19 @@ $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
 
 test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (a minute)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/extras
+
+GATEWAY := .venv-gateway
+
+# Its packages come before those of .venv, which it shares: only the clients are installed.
+$(GATEWAY)/.installed: $(VENV)/.installed-dev requirements-gateway.lock
+	$(BIN)/python -m venv --clear $(GATEWAY)
+	$(GATEWAY)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-gateway.lock
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$($(GATEWAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/core.pth
+	@touch $@
+
+test-gateway: $(GATEWAY)/.installed  ## clients and agent frameworks as they come, in an environment of its own (a minute)
+	$(GATEWAY)/bin/python -m pytest tests/clients
 
 VLLM := .venv-vllm
 # Options of pytest, e.g. VLLM_OPTIONS="-m core": the contract, log-probabilities against the trainer, one team.
@@ -112,6 +126,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/single_turn_vs_trl.py --json
 	$(BIN)/python benchmarks/real_model.py --json
 	$(BIN)/python benchmarks/sandbox.py --json
+	$(BIN)/python benchmarks/gateway.py --json
 	$(BIN)/python benchmarks/pipeline.py --json
 	$(BIN)/python benchmarks/store.py --json
 	$(BIN)/python benchmarks/conversations.py --json
@@ -151,4 +166,4 @@ docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf $(VENV) $(VLLM) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GATEWAY) $(VLLM) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis

@@ -33,6 +33,11 @@ def digits_in_calls(task, team, answer, calls):
     team.report(success=sum(letter.isdigit() for letter in answer) / 8)
 
 
+@program("tells_its_key")
+async def tells_its_key(task, seats):
+    raise ValueError(f"{seats['solver'].key} does not work at {seats['solver'].openai_url}")
+
+
 @program("raises")
 async def raises(task, seats):
     raise ValueError("no such tool")

@@ -1,13 +1,16 @@
 """A run whose seats a program plays, over real sockets, in a process of its own."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from flexmarl.assemble.commands import assemble_run
+from flexmarl.cli import app
 from flexmarl.config import load_run
 from flexmarl.errors import FlexmarlError
 from tests.program_of_a_run import OVERRIDES, PROGRAM
@@ -49,15 +52,37 @@ def test_a_policy_learns_from_a_program_and_every_token_is_accounted_for(folder:
     assert any(event["event"] == "updated" for event in events)
 
 
+def newest(folder: Path) -> Path:
+    return max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def test_what_a_program_says_of_its_key_is_not_kept(folder: Path) -> None:
+    with pytest.raises(FlexmarlError) as failed:
+        trained(folder, "team.workflow.name=tells_its_key", "evaluate.tasks=0", "rollout.group_retries=0")
+    texts = [path.read_bytes().decode(errors="replace") for path in newest(folder).rglob("*") if path.is_file()]
+    because = [
+        found for text in [*texts, str(failed.value)] for found in re.findall(r"(\S+) does not work at (\S+)", text)
+    ]
+    assert because
+    assert {(key, re.sub(r":\d+/e/\*\*\*/", "/", url).rstrip('"\\n')) for key, url in because} == {
+        ("***", "http://127.0.0.1/solver/v1")
+    }
+
+
 def test_a_program_that_raises_fails_its_episodes_and_the_error_says_where(folder: Path) -> None:
     with pytest.raises(FlexmarlError):
         trained(folder, "team.workflow.name=raises", "evaluate.tasks=0", "rollout.group_retries=0")
-    newest = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     failed = [
         event
-        for event in map(json.loads, (newest / "journal.jsonl").read_text().splitlines())
+        for event in map(json.loads, (newest(folder) / "journal.jsonl").read_text().splitlines())
         if event["event"] == "episode_failed"
     ]
     assert failed
     assert "program 'raises': ValueError: no such tool" in failed[0]["because"]
     assert "program.py" in failed[0]["because"]
+
+
+def test_a_config_whose_seats_a_program_plays_can_be_checked(folder: Path) -> None:
+    checked = CliRunner().invoke(app, ["check", str(folder / "config.yaml"), *SMALL, *OVERRIDES])
+    assert checked.exit_code == 0, checked.output
+    assert "no task is played here" in " ".join(checked.output.split())

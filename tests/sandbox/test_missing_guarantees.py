@@ -53,6 +53,15 @@ def test_without_bubblewrap_check_and_train_end_with_2_and_say_how_to_get_it(sma
 
 
 @pytest.mark.without_bwrap
+def test_a_command_that_plays_seats_is_refused_without_boxes(small_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", path_with(tmp_path / "programs", None))
+    with pytest.raises(ConfigError, match="apt-get install bubblewrap") as refused:
+        check_sandbox_of(load_run(small_run, ["team.workflow={type: command, argv: [agent]}"]))
+    assert "team.workflow of type command would run code of a model" in str(refused.value)
+    assert all(name in str(refused.value) for name in GUARANTEES)
+
+
+@pytest.mark.without_bwrap
 def test_a_run_without_boxed_tools_needs_no_bubblewrap(small_run, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", path_with(tmp_path / "programs", None))
     assert check_sandbox_of(load_run(small_run, ["team.agents.solver.tools=[{type: calculator}]"])) == []

@@ -36,6 +36,18 @@ class SeatAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardAddress:
+    """Where rewards of one episode are posted, as long as its door is open: {"reward": 1.0, "seat": "solver"}.
+
+    It is for whoever judges the episode, and never for its program.
+    """
+
+    url: str
+    key: str = field(repr=False)
+    """API key; it is none of the seats'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoorCall:
     """A reply that the program has got."""
 
@@ -52,6 +64,15 @@ class DoorCall:
         self.give((self.turn,), reward, part)
 
 
+class OutsideAgent(Protocol):
+    """Settings of an agent that is no registered program."""
+
+    @property
+    def type(self) -> str:
+        """The kind of agent, which chooses its runner."""
+        ...
+
+
 class Door(Protocol):
     """The addresses of one episode. They are gone when its block is left."""
 
@@ -61,14 +82,20 @@ class Door(Protocol):
         ...
 
     @property
+    def rewards(self) -> RewardAddress:
+        """Where rewards of the episode are posted."""
+        ...
+
+    @property
     def calls(self) -> tuple[DoorCall, ...]:
         """The replies that were delivered so far, in the order in which they were asked for."""
         ...
 
-    async def play(self, program: str, task: Task, *, seed: int) -> Any:
-        """Runs a registered program on the task, in the process for programs; returns its answer, a JSON value.
+    async def play(self, agent: "str | OutsideAgent", task: Task, *, seed: int) -> Any:
+        """Lets an agent play the task: a registered program by its name, or that of a workflow's settings.
 
-        Raises EpisodeError if the program raises, its process dies, or its answer is no JSON value.
+        Returns the answer: of a program, a JSON value; of a service, {answer, metrics}; of a command, a text. Raises
+        EpisodeError if the agent fails, dies, or answers no JSON value.
         """
         ...
 

@@ -45,6 +45,8 @@ class Pattern(Settings):
     """Name of a template setting -> the fields that the template may name."""
     opens_doors: ClassVar[bool] = False
     """True if programs play its seats, so that the run has a gateway."""
+    boxed: ClassVar[bool] = False
+    """True if it plays them in boxes of the sandbox."""
 
     @model_validator(mode="after")
     def _templates_name_known_fields(self) -> "Pattern":

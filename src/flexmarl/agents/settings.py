@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from flexmarl.agents.black_box import Program
+from flexmarl.agents.black_box import Command, Program, Service
 from flexmarl.agents.context import Memory
 from flexmarl.agents.interpret import Choice
 from flexmarl.agents.patterns import Custom, Iterative, Sequential, Turns
@@ -16,7 +16,9 @@ from flexmarl.tasks import EnvironmentSettings
 from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
 from flexmarl.tools.interface import keeps_state, max_parallel_of
 
-AnyWorkflow = Annotated[Sequential | Iterative | Turns | Custom | Program, Field(discriminator="type")]
+AnyWorkflow = Annotated[
+    Sequential | Iterative | Turns | Custom | Program | Service | Command, Field(discriminator="type")
+]
 """Settings field of a workflow, chosen by its `type`."""
 
 

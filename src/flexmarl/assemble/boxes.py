@@ -1,4 +1,4 @@
-"""Makes the sandbox of a run, if one of its agents has a tool that needs boxes, and checks it before anything runs."""
+"""Makes the sandbox of a run, if a tool or its workflow needs boxes, and checks it before anything runs."""
 
 from typing import TYPE_CHECKING
 
@@ -17,22 +17,23 @@ else:
 
 
 def sandbox_of(settings: RunSettings) -> Sandbox | None:
-    """The sandbox of a run; None if no tool needs one."""
-    return bubblewrap.Bubblewrap(settings.sandbox) if boxed_tools(settings.team) else None
+    """The sandbox of a run; None if nothing needs one."""
+    return bubblewrap.Bubblewrap(settings.sandbox) if boxed(settings.team) else None
 
 
-def boxed_tools(team: TeamSettings) -> list[str]:
-    """The tools that need boxes, e.g. `solver's python`."""
-    return [f"{name}'s {tool.name}" for name, agent in team.agents.items() for tool in agent.tools if needs_box(tool)]
+def boxed(team: TeamSettings) -> list[str]:
+    """The tools that need boxes, e.g. `solver's python`, and the workflow, if it does."""
+    tools = [f"{name}'s {tool.name}" for name, agent in team.agents.items() for tool in agent.tools if needs_box(tool)]
+    return [*tools, f"team.workflow of type {team.workflow.type}"] if team.workflow.boxed else tools
 
 
 def check_sandbox_of(settings: RunSettings) -> list[Guarantee]:
     """Tries the guarantees that a run needs. Raises ConfigError if one is missing; [] if the run needs no box."""
-    tools = boxed_tools(settings.team)
-    if not tools or settings.cluster.backend == "simulated":
+    needs = boxed(settings.team)
+    if not needs or settings.cluster.backend == "simulated":
         return []
     found = guarantees_of(settings.sandbox)
-    check_guarantees(found, f"{', '.join(tools)} would run code of a model")
+    check_guarantees(found, f"{', '.join(needs)} would run code of a model")
     return found
 
 

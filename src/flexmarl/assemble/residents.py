@@ -94,6 +94,7 @@ class Materials:
             policy=policy,
             make_model=partial(load_model, model_source(self.settings, policy)),
             decode=load_renderer(self.settings, policy).decode,
+            renderer=load_renderer(self.settings, policy),
             source=model_source(self.settings, policy),
             store=self.objects,
             thread=thread,

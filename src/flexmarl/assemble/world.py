@@ -139,7 +139,9 @@ async def open_world(
         if gateway := settings.wanted_gateway:
             from flexmarl.assemble.opened_gateway import opened_gateway
 
-            doors = await stack.enter_async_context(opened_gateway(blueprint, gateway, events))
+            doors = await stack.enter_async_context(
+                opened_gateway(blueprint, gateway, events, path.parent if path else None)
+            )
             opened = replace(opened, doors=doors)
         yield opened
 

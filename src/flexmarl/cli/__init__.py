@@ -13,7 +13,7 @@ import typer
 
 from flexmarl.cli.compare import compare
 from flexmarl.cli.init import init
-from flexmarl.cli.runs import check, clean, evaluate, export, train
+from flexmarl.cli.runs import check, clean, evaluate, export, serve, train
 from flexmarl.cli.sandboxes import sandbox
 from flexmarl.cli.show import show
 from flexmarl.cli.simulate import simulate
@@ -41,6 +41,7 @@ app = typer.Typer(
 app.command()(init)
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(serve)
 app.command()(simulate)
 app.command()(check)
 app.command()(export)

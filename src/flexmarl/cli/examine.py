@@ -24,6 +24,7 @@ from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
 from flexmarl.assemble.boxes import check_sandbox_of
+from flexmarl.assemble.opened_gateway import server_or_refuse
 from flexmarl.assemble.simulation import check_models
 from flexmarl.cli.needs import Finding, examine_machine, examine_models, examine_servers
 from flexmarl.config import RunSettings, cautions
@@ -81,7 +82,9 @@ def examine(settings: RunSettings) -> tuple[list[Finding], list[str]]:
     longest: dict[str, int] = {}
     models = {} if simulated else examine_models(settings, of_models)
     readable = not of_models and all(found.readable for found in models.values())
-    if all(parts) and not simulated:
+    if settings.wanted_gateway is not None:
+        succeeded(_gateway)
+    elif all(parts) and not simulated:
         succeeded(lambda: _awaited(_play(settings, longest, own_tokenizers=readable)))
     problems += of_models
     findings += [found.finding for found in models.values()]
@@ -113,6 +116,11 @@ def _tasks(settings: RunSettings) -> Iterator[Finding]:
 def _workflow(settings: RunSettings) -> Iterator[Finding]:
     settings.team.workflow.resolve()
     yield Finding("team.workflow", f"{settings.team.workflow.type}: can be resolved")
+
+
+def _gateway() -> Iterator[Finding]:
+    server_or_refuse()
+    yield Finding("gateway", "can be opened; no task is played here, because programs play the seats")
 
 
 def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: bool) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from flexmarl.imports import Lazy
 
 if TYPE_CHECKING:
     from flexmarl.analysis import plots
-    from flexmarl.assemble import blueprint, boxes, commands
+    from flexmarl.assemble import blueprint, boxes, commands, serving
     from flexmarl.assemble import export as exports
     from flexmarl.cli import examine, simulations
 else:
@@ -19,6 +19,7 @@ else:
     boxes = Lazy("flexmarl.assemble.boxes")
     commands = Lazy("flexmarl.assemble.commands")
     exports = Lazy("flexmarl.assemble.export")
+    serving = Lazy("flexmarl.assemble.serving")
     examine = Lazy("flexmarl.cli.examine")
     plots = Lazy("flexmarl.analysis.plots")
     simulations = Lazy("flexmarl.cli.simulations")

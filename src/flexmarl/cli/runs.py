@@ -1,4 +1,4 @@
-"""Commands on a config or on the folder of its run: `flexmarl train`, `eval`, `check`, `export` and `clean`."""
+"""Commands on a config or on the folder of its run: `flexmarl train`, `eval`, `serve`, `check`, `export`, `clean`."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from flexmarl.analysis.intervals import bounds
 from flexmarl.analysis.troubles import all_failed
 from flexmarl.api.functions import evaluate_and_keep
 from flexmarl.api.handle import load_run_folder
-from flexmarl.cli.options import Config, Level, Overrides, Quiet, commands, examine, exports, log_level
+from flexmarl.cli.options import Config, Level, Overrides, Quiet, commands, examine, exports, log_level, serving
 from flexmarl.cli.terminal import ignoring_hangup, print_text, working
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
@@ -129,6 +129,22 @@ def evaluate(
             print_text(f"flexmarl: the first of these was {first.episode}\n{first.traceback}".rstrip(), err=True)
     if evaluation.failed and evaluation.failed == evaluation.episodes:
         raise typer.Exit(ALL_FAILED)
+
+
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the gateway; 0: a free one.", show_default=False)
+    ] = None,
+) -> None:
+    """Serve the seats of CONFIG's team to programs, without training: to try an agent by hand, or from a driver.
+
+    The only line printed is JSON, once it serves: the URL, the admin key, the run folder. POST /episodes begins an
+    episode (docs/howto/gateway.md). It serves until Ctrl-C or SIGTERM.
+    """
+    settings = load_run(config, overrides or ())
+    serving.serve(settings, lambda said: print_text(json_text(said)), port=port)
 
 
 def _which(step: int | None, best: bool) -> "Which":

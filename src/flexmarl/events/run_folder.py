@@ -4,6 +4,7 @@ runs/math_team-20260131-142530/
   config.yaml        the settings, every default filled in
   journal.jsonl      every event and decision, with its reason
   experience.sqlite  every turn, with its reward and advantage
+  commands/          what agents of the command line printed, if the workflow is a command
   failures/          the first failed episode of each kind, with its traceback
   metrics.jsonl      one line per step
   tensorboard/       the same for TensorBoard

@@ -4,6 +4,8 @@ Secrets are recognised by the name of their key and by the pattern of their text
 
 >>> masked("curl -H 'Authorization: Bearer abc.def'")
 "curl -H 'Authorization: Bearer ***'"
+>>> masked(f"http://127.0.0.1:8000/e/{32 * '0'}/solver/v1")
+'http://127.0.0.1:8000/e/***/solver/v1'
 >>> is_secret_key("HF_TOKEN"), is_secret_key("num_tokens"), is_secret_key("tokenizer")
 (True, False, False)
 
@@ -36,7 +38,7 @@ _SECRET_KEY = re.compile(
 _SECRET_TEXT = re.compile(
     r"(?i:(?P<keep>bearer\s+|(?:password|secret|token|api[-_]?key)(?:=|['\"]:\s*)))"
     r"(?:\"[^\"]*\"?|'[^']*'?|[^\s'\",;&)}]+)"
-    r"|hf_[A-Za-z0-9]{8,}|(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}"
+    r"|hf_[A-Za-z0-9]{8,}|(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}|(?<=/e/)[0-9a-f]{32}"
 )
 
 
@@ -46,13 +48,16 @@ def is_secret_key(key: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """The text without bearer tokens, `hf_...` and `sk-...` keys, and values of `password=...` or `'token': ...`."""
+    """The text without bearer tokens, `hf_...` and `sk-...` keys, and values of `password=...` or `'token': ...`.
+
+    Keys of episodes are masked in addresses of the gateway (`/e/KEY/`).
+    """
     return _SECRET_TEXT.sub(lambda match: (match["keep"] or "") + MASK, text) if _suspicious(text.lower()) else text
 
 
 def _suspicious(text: str) -> bool:
     # A search for plain words is many times faster than the regular expression, and rules out nearly all texts.
-    if "hf_" in text or "sk-" in text or "bearer" in text:
+    if "hf_" in text or "sk-" in text or "bearer" in text or "/e/" in text:
         return True
     assigns = "=" in text or "':" in text or '":' in text
     return assigns and ("password" in text or "secret" in text or "token" in text or "key" in text)

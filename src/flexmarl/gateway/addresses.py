@@ -5,9 +5,10 @@
     /e/KEY/v1/chat/completions          one URL for all seats: the body's `model` names the seat
 
 The key is 128 random bits, new for each episode and attempt. A client's API key is the same key: another one is
-refused, so a leaked URL alone mixes nothing.
+refused, so a leaked URL alone mixes nothing. Keys are compared in constant time.
 """
 
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -60,19 +61,34 @@ def seat_of(address: DoorAddress, model: str, seats: Collection[str], models: Ma
     )
 
 
-def check_caller(key: str, headers: Mapping[str, str], *, port: int | None = None, hosts: Collection[str] = ()) -> None:
+def check_caller(key: str, headers: Mapping[str, str], *, hosts: Collection[str] = ()) -> None:
     """Raises Refused for a request of a browser, of another host's name, or with another episode's key.
 
     `headers` have lower-case names. `hosts`: further host names under which the gateway is reached.
     """
+    check_origin(headers, hosts=hosts)
+    if not same_secret(key_of(headers), key):
+        raise Refused("the API key is of another episode than the address", status=403, code="wrong_key")
+
+
+def check_origin(headers: Mapping[str, str], *, hosts: Collection[str] = ()) -> None:
+    """Raises Refused for a request of a browser, or of another host's name. Arguments as those of `check_caller`."""
     host = headers.get("host", "")
     name, _, _ = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "")
     if host and name not in LOCAL and name not in hosts:
         raise Refused(f"the host {host[:80]!r} is not this gateway's; use 127.0.0.1", status=421, code="wrong_host")
     if headers.get("origin") or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise Refused("requests of web pages are not served", status=403, code="origin")
+
+
+def key_of(headers: Mapping[str, str]) -> str:
+    """The key that a request brings. Raises Refused with 401 if it brings none."""
     given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
     if not given:
         raise Refused("send the episode's key as API key", status=401, code="no_key")
-    if given != key:
-        raise Refused("the API key is of another episode than the address", status=403, code="wrong_key")
+    return given
+
+
+def same_secret(given: str, key: str) -> bool:
+    """True if both are the same key, and none is empty. It takes the same time for every wrong one."""
+    return bool(key) and secrets.compare_digest(given.encode(), key.encode())

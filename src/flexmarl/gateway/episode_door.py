@@ -15,20 +15,22 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from flexmarl.agents.black_box import ProgramTask
 from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller
 from flexmarl.agents.chat import Prompt, SaidCall, holds_thought
 from flexmarl.agents.context import EpisodeContext
-from flexmarl.agents.doors import DoorCall, SeatAddress
+from flexmarl.agents.doors import DoorCall, OutsideAgent, RewardAddress, SeatAddress
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import found
 from flexmarl.agents.workflow_tasks import Outside
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import ConfigError, EngineError, EpisodeError, cause_of, described
+from flexmarl.events.safe_json import MASK
 from flexmarl.gateway.account import Account, AccountRow, undelivered
 from flexmarl.gateway.delivery import Deliveries, Exchange, ReplyState
 from flexmarl.gateway.dialects.base import Answer, Ask, Dialect, OfferedTool, Refused, ReplyChoice, Said, overflow
@@ -41,17 +43,20 @@ from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scal
 MOST_VOICES = 64
 """Most sets of tools that the seats of one episode may offer: each has a renderer of its own."""
 
+WIRE_PREFIXES = ("chatcmpl-", "msg_", "resp_")
+"""The beginnings that the dialects write before the name of a reply, as its id."""
+
 
 def episode_ended() -> Refused:
     """The refusal of a request that comes after the end of its episode."""
     return Refused("the episode has ended", status=410, code="episode_ended")
 
 
-class Programs(Protocol):
-    """Runs registered programs."""
+class Runner(Protocol):
+    """Runs agents of one kind."""
 
-    async def play(self, program: str, payload: Mapping[str, Any]) -> Any:
-        """See `Door.play`."""
+    async def play(self, agent: Any, payload: Mapping[str, Any], /) -> Any:
+        """Plays an episode, as `Door.play` says. `payload`: `task`, `seats` and the name of the `episode`."""
         ...
 
 
@@ -77,16 +82,20 @@ class EpisodeDoor:
         key: str,
         url: str,
         limits: Mapping[PolicyName, int],
-        programs: Programs | None,
+        runners: Mapping[str, Runner],
+        reward_key: str = "",
     ) -> None:
-        """`limits`: most tokens of prompt and reply together, by policy."""
-        self.key = key
+        """`limits`: most tokens of prompt and reply together, by policy. `runners`: by the kind of agent.
+
+        `reward_key`: see `RewardAddress`.
+        """
+        self.key, self.reward_key = key, reward_key
         self.account = Account()
         self.deliveries = self.deliveries_of()
         self._settings, self._agents, self._ledger = settings, agents, ledger
         self._heard = self.heard(context.generate, self.account)
         self._context = replace(context, generate=self._heard)
-        self._url, self._limits, self._programs = url, limits, programs
+        self._url, self._limits, self._runners = url, limits, runners
         self._tasks: asyncio.TaskGroup | None = None
         self._voices: dict[tuple[str, str], Voice] = {}
         self._histories = {
@@ -114,6 +123,56 @@ class EpisodeDoor:
         }
 
     @property
+    def rewards(self) -> RewardAddress:
+        """Where rewards of the episode are posted."""
+        return RewardAddress(url=f"{self._url}/episodes/{self._context.episode}/rewards", key=self.reward_key)
+
+    def reward(self, reward: float, part: str, *, seat: str | None = None, call: str | None = None) -> None:
+        """Adds to the reward of a reply by its id on the wire, else of a seat, else of the whole team.
+
+        Raises Refused if there is no such seat, or if the reply was not delivered.
+        """
+        if seat is not None and seat not in self._agents:
+            raise Refused(
+                f"there is no seat {seat[:80]!r}; there are: {', '.join(self._agents)}", status=404, code="not_found"
+            )
+        if call is None and seat is None:
+            self._ledger.reward_team(reward, part)
+        elif call is None:
+            self._ledger.reward_agent(AgentName(str(seat)), reward, part)
+        else:
+            name = next((call.removeprefix(one) for one in WIRE_PREFIXES if call.startswith(one)), call)
+            got = next((one for one in self._replies.values() if one.name == name), None)
+            if got is None or not got.exchange.delivered or seat not in (None, got.seat):
+                raise Refused(f"there is no delivered reply {call[:80]!r}", status=404, code="not_found")
+            self._ledger.reward_turns(got.turns.values(), reward, part)
+
+    def shown(self) -> dict[str, Any]:
+        """The account so far as JSON."""
+        calls = [
+            {
+                "call": one.name,
+                "seat": one.seat,
+                "state": one.exchange.state,
+                "delivered": one.exchange.delivered,
+                "tokens": sum(turn.num_tokens for turn in one.turns.values()),
+            }
+            for one in self._replies.values()
+        ]
+        return {
+            "episode": self._context.episode,
+            "state": "ended" if self.ended else "open",
+            "calls": calls,
+            "sampled": sum(self.account.sampled.values()),
+            "delivered": sum(call["tokens"] for call in calls if call["delivered"]),
+            "undelivered": dict(self.account.undelivered),
+            "failed": dict(self.account.failed),
+            "continuity": dict(self.account.continuity),
+            "why": dict(self.account.why),
+            "asks": dict(self.account.asks),
+        }
+
+    @property
     def calls(self) -> tuple[DoorCall, ...]:
         """The replies that were delivered so far."""
         got = [one for one in self._replies.values() if one.exchange.delivered]
@@ -125,16 +184,20 @@ class EpisodeDoor:
         ]
         return tuple(sorted(calls, key=lambda call: call.turn.hop))
 
-    async def play(self, program: str, task: Task, *, seed: int) -> Any:
-        """Runs a registered program on the task."""
-        assert self._programs is not None, "who opens doors for programs gives them"
-        seats = {
-            name: {"openai_url": at.openai_url, "anthropic_url": at.anthropic_url, "key": at.key, "model": at.model}
-            for name, at in self.seats.items()
-        }
-        opening = [{"role": one.role, "content": one.content} for one in task.opening]
-        told = {"input_id": task.input_id, "prompt": task.prompt, "opening": opening, "data": dict(task.data)}
-        return await self._programs.play(program, {"task": {**told, "seed": seed}, "seats": seats})
+    async def play(self, agent: str | OutsideAgent, task: Task, *, seed: int) -> Any:
+        """See `Door`."""
+        kind = "program" if isinstance(agent, str) else agent.type
+        if (runner := self._runners.get(kind)) is None:
+            raise EpisodeError(f"this run plays no agent of type '{kind}'; it plays: {', '.join(self._runners)}")
+        seats = {name: asdict(at) for name, at in self.seats.items()}
+        payload = {"task": asdict(ProgramTask.of(task, seed)), "seats": seats, "episode": self._context.episode}
+        try:
+            return await runner.play(agent, payload)
+        except EpisodeError as error:
+            raise EpisodeError(self._without_key(str(error))) from None
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self.key, MASK)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["EpisodeDoor"]:

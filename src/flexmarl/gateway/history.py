@@ -144,8 +144,9 @@ class SeatHistory:
         `system`: a role prompt before that of the request. `syntax`: how the agent writes calls. `session`: the
         client's own name for what it does now.
         """
-        keys = chain(_digest(self._seat, *(_tool_text(tool) for tool in sorted(tools, key=_name))), messages)
-        loose = chain(_digest(self._seat), messages)
+        said = [canon(message) for message in messages]
+        keys = chain(_digest(self._seat, *(_tool_text(tool) for tool in sorted(tools, key=_name))), said)
+        loose = chain(_digest(self._seat), said)
         lane = self._lane(messages, tools, session)
         told = [Said(role="system", text=system), *messages] if system else [*messages]
         shift = len(told) - len(messages)
@@ -262,15 +263,16 @@ def canon(message: Said) -> bytes:
     >>> canon(a) == canon(b)
     True
     """
-    calls = [[call.name, _sorted(call.arguments)] for call in message.calls]
-    return json.dumps([message.role, message.text.strip(), calls]).encode()
+    calls = json.dumps([[call.name, _sorted(call.arguments)] for call in message.calls]) if message.calls else ""
+    # Neither a role nor JSON has the character 0, so that two messages never share a form.
+    return f"{message.role}\0{calls}\0{message.text.strip()}".encode(errors="surrogatepass")
 
 
-def chain(first: bytes, messages: Sequence[Said]) -> list[bytes]:
-    """The keys of a history: of nothing, of the first message, of the first two, ..."""
+def chain(first: bytes, said: Sequence[bytes]) -> list[bytes]:
+    """The keys of a history of messages in their forms: of nothing, of the first message, of the first two, ..."""
     keys = [first]
-    for message in messages:
-        keys.append(_digest(keys[-1], canon(message)))
+    for message in said:
+        keys.append(_digest(keys[-1], message))
     return keys
 
 
@@ -285,7 +287,8 @@ def _digest(*parts: bytes | str) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
     return digest.digest()
 
 

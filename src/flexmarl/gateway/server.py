@@ -2,6 +2,7 @@
 
     POST /e/KEY/SEAT/v1/chat/completions | responses | messages | messages/count_tokens
     GET  /e/KEY/SEAT/v1/models, /v1/responses/ID;  DELETE /v1/responses/ID
+    /episodes/...                                  for whoever drives episodes: driving.py
 
 consumes     requests of programs that play seats
 waits for    the replies of the episode's door, and the client that reads them
@@ -14,13 +15,14 @@ import hashlib
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from flexmarl.cluster.concurrency import task_block
@@ -29,6 +31,7 @@ from flexmarl.events.safe_json import parse_json
 from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, seat_of
 from flexmarl.gateway.dialects import DIALECTS, Dialect
 from flexmarl.gateway.dialects.base import Answer, Ask, Refused, by_words
+from flexmarl.gateway.driving import EpisodesApp
 from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.heard import Replies
 from flexmarl.gateway.sessions import Sessions
@@ -37,9 +40,16 @@ from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse
 COUNT = "messages/count_tokens"
 
 
+def seats_alone(sessions: Sessions) -> Starlette:
+    """The ASGI application of a gateway without what drives episodes, for agents in boxes."""
+    return Starlette(routes=[Mount("/e", app=DoorApp(sessions))])
+
+
 def application(sessions: Sessions) -> Starlette:
     """The ASGI application of a gateway."""
-    return Starlette(routes=[Mount("/e", app=DoorApp(sessions))])
+    episodes = EpisodesApp(sessions)
+    routes = [Route("/episodes", episodes), Mount("/episodes", app=episodes)]
+    return Starlette(routes=[Mount("/e", app=DoorApp(sessions)), *routes])
 
 
 class DoorApp:
@@ -221,6 +231,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
+    listening.listen(2048)
+    listening.setblocking(False)
+    return listening
+
+
+def unix_socket(path: Path) -> socket.socket:
+    """A Unix socket that listens, for every user: boxes are nobody's."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    path.chmod(0o666)
     listening.listen(2048)
     listening.setblocking(False)
     return listening

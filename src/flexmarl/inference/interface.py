@@ -127,6 +127,8 @@ class EngineParts:
     """Models of one architecture take each other's weights. "" is equal to none."""
     other: "Callable[[PolicyName], tuple[EngineSettings, EngineParts]] | None" = None
     """Settings and parts for another policy, to which the instance moves. None if it is never moved."""
+    renderer: Any = None
+    """The chat renderer on the policy's tokenizer, for engines that answer with texts."""
     modelled: Callable[[PolicyName], Any] | None = None
     """The costs and replies of a policy in section `simulation` (`EngineModel`), for engines that compute nothing."""
 

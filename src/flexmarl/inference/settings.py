@@ -30,6 +30,7 @@ ENGINES: SettingsTable[EngineSettings] = SettingsTable(
     built_in={
         "embedded": "flexmarl.inference.settings:EmbeddedSettings",
         "openai": "flexmarl.inference.settings:OpenAISettings",
+        "scripted": "flexmarl.simulator.timed_engine:ScriptedSettings",
         "timed": "flexmarl.simulator.timed_engine:TimedSettings",
         "vllm": "flexmarl.inference.settings:VllmSettings",
     },

@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -65,15 +66,29 @@ class Scripted(Settings):
 
     def responder(self, renderer: ChatRenderer) -> Responder:
         """Makes the responder. Raises ConfigError if no function has that name; its text begins with the key."""
-        script, end = SCRIPTS[self.name], end_of_turn(renderer)
+        return spoken_by(self.name, renderer)
 
-        def respond(request: GenerationRequest) -> IntArray:
-            with boundary(EngineError, f"responder '{self.name}'"):
-                text = script(renderer.decode(request.prompt_ids), random.Random(request.seed))
-                cut = _up_to_a_stop(text, request.sampling.stop)
-                return np.asarray([*renderer.encode(cut), *(() if len(cut) < len(text) else (end,))], np.int32)
 
-        return respond
+def spoken_by(name: str, renderer: ChatRenderer, *, scramble: bool = False) -> Responder:
+    """Makes a responder of a registered function. `scramble`: its words are spelled in random tokens of theirs."""
+    script, end = SCRIPTS[name], end_of_turn(renderer)
+
+    def respond(request: GenerationRequest) -> IntArray:
+        with boundary(EngineError, f"responder '{name}'"):
+            rng = random.Random(request.seed)
+            text = script(renderer.decode(request.prompt_ids), rng)
+            cut = _up_to_a_stop(text, request.sampling.stop)
+            ids = _scrambled(cut, renderer, rng) if scramble else renderer.encode(cut)
+            return np.asarray([*ids, *(() if len(cut) < len(text) else (end,))], np.int32)
+
+    return respond
+
+
+def _scrambled(text: str, renderer: ChatRenderer, rng: random.Random) -> list[int]:
+    """Ids of the text, encoded in pieces; as a whole, if the pieces together would be another text."""
+    cuts = [0, *sorted(rng.randrange(len(text) + 1) for _ in range(3)), len(text)]
+    ids = [one for begin, end in pairwise(cuts) for one in renderer.encode(text[begin:end])]
+    return ids if renderer.decode(ids) == text else renderer.encode(text)
 
 
 class Lengths(Distribution):

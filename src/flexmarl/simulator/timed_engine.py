@@ -1,21 +1,26 @@
-"""Timed engine on the wall clock: the answers of simulated engines, after their modelled time, in a real run.
+"""Engines of real runs that compute nothing, on the wall clock: they answer as simulated engines do.
 
-    policies.NAME.engine: {type: timed}      times and answers are those of section `simulation`
+    policies.NAME.engine: {type: timed}                  times and answers are those of section `simulation`
+    policies.NAME.engine: {type: scripted, name: ...}    a registered responder answers, at once
 
-Nothing is computed, so hundreds fit into one process, and what a run of them shows are the real times of all else:
-dispatch, tools, moves of instances, training, publications.
+Hundreds fit into one process, and what a run of them shows are the real times of all else: dispatch, tools, programs at
+the gateway, moves of instances, training, publications.
 """
 
 import asyncio
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from flexmarl.errors import EngineError
+from pydantic import Field, field_validator
+
+from flexmarl.analysis.costs import EngineCosts
+from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.interface import EngineCapabilities, EngineParts
 from flexmarl.objects.interface import Checksum, ObjectKey, checksum, names_checksum
 from flexmarl.records import GenerationRequest, IntArray, PolicyName
 from flexmarl.settings import Settings
 from flexmarl.simulator.modelled_engine import ALL_CAPABILITIES, ModelledEngine
+from flexmarl.simulator.replies import SCRIPTS, spoken_by
 from flexmarl.simulator.settings import EngineModel
 
 
@@ -28,6 +33,30 @@ class TimedSettings(Settings):
     takes_over: ClassVar[bool] = True
 
     type: Literal["timed"] = "timed"
+
+
+class ScriptedSettings(Settings):
+    """Answers by a function that a file under `code` registers with `@responder(name)`: for trying out agents."""
+
+    factory: ClassVar[str] = "flexmarl.simulator.timed_engine:make_scripted_engine"
+    computes: ClassVar[bool] = False
+
+    type: Literal["scripted"] = "scripted"
+    name: str
+    """Its name there. It gets the prompt as text, and random numbers of the call's seed."""
+    scramble: bool = False
+    """Spell its words in a random one of their tokenisations, as a model may."""
+    token_s: float = Field(default=0.0, ge=0)
+    """Seconds per token."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_registered(cls, name: str) -> str:
+        try:
+            _ = SCRIPTS[name]
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return name
 
 
 class TimedEngine(ModelledEngine):
@@ -67,3 +96,10 @@ class TimedEngine(ModelledEngine):
 def make_engine(settings: TimedSettings, parts: EngineParts) -> TimedEngine:
     """The factory that `TimedSettings.factory` names."""
     return TimedEngine(parts)
+
+
+def make_scripted_engine(settings: ScriptedSettings, parts: EngineParts) -> TimedEngine:
+    """The factory that `ScriptedSettings.factory` names."""
+    costs = EngineCosts(slots=1 << 20, decode_s=settings.token_s, decode_request_s=0.0, move_s=0.0, start_s=0.0)
+    model = EngineModel(costs, spoken_by(settings.name, parts.renderer, scramble=settings.scramble))
+    return TimedEngine(replace(parts, modelled=lambda policy: model))

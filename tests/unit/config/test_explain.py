@@ -22,8 +22,8 @@ from tests.unit.config.configs import MINIMAL, refused
         ("name=a b", "name must match ^[A-Za-z0-9._-]+$ (Names the run folder), got 'a b'"),
         (
             "policies.one.engine={slots: 3}",
-            "policies.one.engine.type must be one of 'embedded', 'openai', 'timed', 'vllm', and is missing in "
-            "{'slots': 3}",
+            "policies.one.engine.type must be one of 'embedded', 'openai', 'scripted', 'timed', 'vllm', and is "
+            "missing in {'slots': 3}",
         ),
         ("cluster={backend: rai}", "cluster.backend must be 'inline', 'ray' or 'simulated', got 'rai'"),
         ("tasks=5", "tasks must be a mapping of settings with a type: 'generator', 'jsonl', 'huggingface', got 5"),

@@ -157,8 +157,8 @@ class CountingStore(SqliteStore):
 class At:
     """A door, the clients at its seats, and room for what a test wants to remember."""
 
-    def __init__(self, door: Door, app: Any, team: Team, store: "CountingStore") -> None:
-        self.door, self.app, self.team, self.store = door, app, team, store
+    def __init__(self, door: Door, sessions: Sessions, app: Any, team: Team, store: "CountingStore") -> None:
+        self.door, self.sessions, self.app, self.team, self.store = door, sessions, app, team, store
         self.notes: dict[str, Any] = {}
 
     def client(self, seat: str = "solver") -> AsgiClient:
@@ -203,7 +203,7 @@ def play(
 
         async def workflow(task: Task, seats: Team) -> None:
             async with seats.door() as door:
-                at = At(door, app, seats, store)
+                at = At(door, sessions, app, seats, store)
                 try:
                     await program(at)
                 finally:

@@ -1,14 +1,18 @@
 """Engines that answer after their modelled time, on the real clock: the contract, the model of each policy, weights."""
 
 import asyncio
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from pydantic import ValidationError
 
+from flexmarl.agents import ChatRenderer
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.assemble.needed_memory import parts, size_of
 from flexmarl.assemble.wire import slots_of
@@ -22,11 +26,13 @@ from flexmarl.inference.settings import ENGINES, computes
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, checksum, names_checksum, weights_key
 from flexmarl.records import GenerationRequest, IntArray, PolicyName, Sampling, Version
+from flexmarl.simulator.replies import responder
 from flexmarl.simulator.settings import EngineModel
-from flexmarl.simulator.timed_engine import TimedEngine, TimedSettings
+from flexmarl.simulator.timed_engine import ScriptedSettings, TimedEngine, TimedSettings
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import check_inference_engine
 from flexmarl.training.backends.causal_lm import load_model
+from tests.unit.agents.tokenizers_for_tests import byte_pairs
 
 SOLVER, WRITER = PolicyName("solver"), PolicyName("writer")
 QUICK = EngineCosts(decode_s=2e-4, decode_request_s=1e-5, load_s=1e-3, move_s=1e-3)
@@ -147,3 +153,59 @@ def test_a_timed_policy_has_the_slots_of_its_costs_and_takes_no_process(small_ru
     sizes = {"one": size_of(load_model(small_run.parent / "model"), settings.policies["one"])}
     (libraries,) = [part for part in parts(settings, sizes) if part.name == "libraries"]
     assert libraries.num_bytes < 3 * psutil.Process().memory_info().rss, "of two processes: controller and trainer"
+
+
+@responder("says_seven_often")
+def says_seven_often(prompt: str, rng: random.Random) -> str:
+    return f"{prompt} The answer is seven. " * 3
+
+
+def spelled(renderer: ChatRenderer, *, scramble: bool, **sampling: Any) -> list[list[int]]:
+    """Ids of the engine's answers to six seeds."""
+    parts = EngineParts(
+        policy=SOLVER,
+        make_model=lambda: pytest.fail("it computes nothing"),
+        decode=renderer.decode,
+        renderer=renderer,
+        store=InlineObjectStore(),
+        thread=DeviceThread(),
+    )
+    asked = [
+        GenerationRequest(
+            request_id=str(seed),
+            policy=SOLVER,
+            prompt_ids=np.asarray(renderer.encode("Why?"), np.int32),
+            sampling=Sampling(max_tokens=200, stop_ids=renderer.stop_ids, **sampling),
+            seed=seed,
+        )
+        for seed in range(6)
+    ]
+
+    async def answers() -> list[list[int]]:
+        made = make_engine(ScriptedSettings(name="says_seven_often", scramble=scramble), parts)
+        found = {one.request_id: one.response_ids.tolist() async for one in made.generate(asked)}
+        return [found[one.request_id] for one in asked]
+
+    return asyncio.run(answers())
+
+
+def test_a_scripted_engine_says_what_its_responder_says_and_may_spell_it_in_other_tokens() -> None:
+    renderer = ChatRenderer(byte_pairs())
+    plain, scrambled = (spelled(renderer, scramble=scramble) for scramble in (False, True))
+    words = "Why? The answer is seven. " * 3
+    assert {renderer.decode(ids) for ids in (*plain, *scrambled)} == {words}
+    assert len({*map(tuple, plain)}) == 1
+    assert len({*map(tuple, scrambled)}) > 3
+    assert all(ids[-1] in renderer.stop_ids for ids in scrambled)
+
+
+def test_a_scripted_engine_ends_at_a_stop_text() -> None:
+    renderer = ChatRenderer(byte_pairs())
+    assert {renderer.decode(ids) for ids in spelled(renderer, scramble=True, stop=("seven",))} == {
+        "Why? The answer is seven"
+    }
+
+
+def test_a_scripted_engine_needs_a_registered_responder() -> None:
+    with pytest.raises(ValidationError, match=r"says_seven_oftn.*did you mean 'says_seven_often'"):
+        ScriptedSettings(name="says_seven_oftn")

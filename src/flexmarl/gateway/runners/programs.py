@@ -52,7 +52,7 @@ class ProgramHost:
     async def play(self, program: str, payload: Mapping[str, Any]) -> Any:
         """Runs a registered program. Raises EpisodeError if it raises, or its process dies."""
         try:
-            line = json.dumps({"program": program, **payload})
+            line = json.dumps({"program": program, "task": payload["task"], "seats": payload["seats"]})
         except (TypeError, ValueError) as error:
             raise EpisodeError(f"Task.data cannot be sent to a program, which gets JSON: {error}") from None
         process, number = await self._started(), next(self._numbers)

@@ -8,8 +8,8 @@ import pytest
 from tests.unit.agents.tokenizers_for_tests import byte_pairs
 from tests.unit.gateway.doors import At, Played, TokenModel, play
 
-openai = pytest.importorskip("openai", reason="the extra is not installed")
-anthropic = pytest.importorskip("anthropic", reason="the extra is not installed")
+openai = pytest.importorskip("openai", reason="run by `make test-gateway`")
+anthropic = pytest.importorskip("anthropic", reason="run by `make test-gateway`")
 
 QUESTION: Any = [{"role": "user", "content": "What is 3 + 4?"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
