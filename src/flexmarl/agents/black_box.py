@@ -12,6 +12,7 @@ produces     the program's answer; rewards, by the task's score or by a register
 unblocked by the end of the program; the episode's time limit bounds it
 """
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,8 +42,9 @@ class ProgramTask:
 
 ProgramFunction = Callable[[ProgramTask, Mapping[str, SeatAddress]], Awaitable[Any]]
 """`async def run(task, seats) -> answer`: plays one episode at the seats' addresses; the answer is a JSON value."""
-JudgeFunction = Callable[[Task, Team, Any, Sequence[DoorCall]], None]
-"""`def judge(task, team, answer, calls)`: rewards the team, its seats or single calls, and reports metrics."""
+JudgeFunction = Callable[[Task, Team, Any, Sequence[DoorCall]], Awaitable[None] | None]
+"""`def judge(task, team, answer, calls)`: rewards the team, its seats or single calls, and reports metrics. It may be a
+coroutine function."""
 
 PROGRAMS: Registry[ProgramFunction] = Registry("program", setting="team.workflow.name", group="programs")
 program = PROGRAMS.register
@@ -80,14 +82,15 @@ class Program(Pattern):
         seed = episode_seed(team.context.run_seed, team.context.trajectory_id)
         async with team.door() as door:
             answer = await door.play(self.name, task, seed=seed)
-            judge(task, team, answer, door.calls)
+            if inspect.isawaitable(waiting := judge(task, team, answer, door.calls)):
+                await waiting
 
 
-def score_of_answer(task: Task, team: Team, answer: Any, calls: Sequence[DoorCall]) -> None:
+async def score_of_answer(task: Task, team: Team, answer: Any, calls: Sequence[DoorCall]) -> None:
     """Rewards every seat with the score of the answer."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         kind = type(answer).__name__
         raise EpisodeError(f"the program answered {kind}, which has no score; return a text, or set a judge")
-    score = task.score(str(answer))
+    score = await team.score(str(answer))
     team.reward(score)
     team.report(success=score)

@@ -1,13 +1,17 @@
-"""Makes the sandbox of a run, if one of its agents has a tool that needs boxes, and checks it before anything runs."""
+"""Makes the sandbox of a run, if a tool or the scorer needs boxes, and checks it before anything runs."""
 
 from typing import TYPE_CHECKING
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.config import RunSettings
+from flexmarl.errors import ConfigError
 from flexmarl.imports import Lazy
+from flexmarl.records.scorers import SCORERS
 from flexmarl.sandbox.interface import Sandbox
 from flexmarl.sandbox.probe import Guarantee, check_guarantees, probe_now
 from flexmarl.sandbox.settings import SandboxSettings
+from flexmarl.tasks import scorers
+from flexmarl.tasks.table import TaskTable
 from flexmarl.tools.interface import needs_box
 
 if TYPE_CHECKING:
@@ -15,10 +19,19 @@ if TYPE_CHECKING:
 else:
     bubblewrap = Lazy("flexmarl.sandbox.backends.bubblewrap")  # Only runs with boxes load it.
 
+LOOKED_AT = 16
+"""First tasks of a generator, of each split, whose scorers are looked at."""
+
 
 def sandbox_of(settings: RunSettings) -> Sandbox | None:
-    """The sandbox of a run; None if no tool needs one."""
-    return bubblewrap.Bubblewrap(settings.sandbox) if boxed_tools(settings.team) else None
+    """The sandbox of a run; None if nothing needs one. Raises ConfigError for a simulation whose scorer needs one."""
+    scorer = boxed_scorer(settings)
+    if scorer and settings.cluster.backend == "simulated":
+        raise ConfigError(
+            f"tasks: {scorer} runs code in boxes, and virtual time cannot wait for them; simulate with tasks whose "
+            f"scorer is a plain function, or use `flexmarl train`"
+        )
+    return bubblewrap.Bubblewrap(settings.sandbox) if scorer or boxed_tools(settings.team) else None
 
 
 def boxed_tools(team: TeamSettings) -> list[str]:
@@ -26,13 +39,25 @@ def boxed_tools(team: TeamSettings) -> list[str]:
     return [f"{name}'s {tool.name}" for name, agent in team.agents.items() for tool in agent.tools if needs_box(tool)]
 
 
+def boxed_scorer(settings: RunSettings) -> str:
+    """The scorer that needs boxes, e.g. `the scorer of train-1-0`; empty if none of the first tasks has one."""
+    if isinstance(settings.tasks, TaskTable):
+        named = settings.tasks.scorer
+        return f"the scorer {named}" if scorers.needs_box(SCORERS[named]) else ""
+    source = settings.tasks.open(seed=settings.seed, base=settings.base)
+    first = (*map(source.train, range(LOOKED_AT)), *source.held_out(LOOKED_AT))
+    return next((f"the scorer of {task.input_id}" for task in first if scorers.needs_box(task.scorer)), "")
+
+
 def check_sandbox_of(settings: RunSettings) -> list[Guarantee]:
     """Tries the guarantees that a run needs. Raises ConfigError if one is missing; [] if the run needs no box."""
-    tools = boxed_tools(settings.team)
-    if not tools or settings.cluster.backend == "simulated":
+    if settings.cluster.backend == "simulated":
+        return []
+    who = [*boxed_tools(settings.team), *filter(None, [boxed_scorer(settings)])]
+    if not who:
         return []
     found = guarantees_of(settings.sandbox)
-    check_guarantees(found, f"{', '.join(tools)} would run code of a model")
+    check_guarantees(found, f"{', '.join(who)} would run code of a model")
     return found
 
 
