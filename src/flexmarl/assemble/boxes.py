@@ -1,10 +1,13 @@
 """Makes the sandbox of a run, if a tool or the scorer needs boxes, and checks it before anything runs."""
 
+import asyncio
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.imports import Lazy
 from flexmarl.records.scorers import SCORERS
 from flexmarl.sandbox.interface import Sandbox
@@ -13,11 +16,14 @@ from flexmarl.sandbox.settings import SandboxSettings
 from flexmarl.tasks import scorers
 from flexmarl.tasks.table import TaskTable
 from flexmarl.tools.interface import needs_box
+from flexmarl.tools.mcp import McpServer, as_text
 
 if TYPE_CHECKING:
     from flexmarl.sandbox.backends import bubblewrap
+    from flexmarl.tools import mcp_session
 else:
     bubblewrap = Lazy("flexmarl.sandbox.backends.bubblewrap")  # Only runs with boxes load it.
+    mcp_session = Lazy("flexmarl.tools.mcp_session")
 
 LOOKED_AT = 16
 """First tasks of a generator, of each split, whose scorers are looked at."""
@@ -59,6 +65,30 @@ def check_sandbox_of(settings: RunSettings) -> list[Guarantee]:
     found = guarantees_of(settings.sandbox)
     check_guarantees(found, f"{', '.join(who)} would run code of a model")
     return found
+
+
+def servers_of(settings: RunSettings) -> list[McpServer]:
+    """The MCP servers of a config, each file of tools once."""
+    entries = (tool for agent in settings.team.agents.values() for tool in agent.tools)
+    return list({tool.tools_file: tool for tool in entries if isinstance(tool, McpServer)}.values())
+
+
+def pin_tools(settings: RunSettings) -> Iterator[tuple[McpServer, Sequence[str]]]:
+    """Asks each MCP server of a config for its tools, and writes its file. Raises ConfigError if a server fails.
+
+    Yields each server with the names of its tools.
+    """
+    if any(server.needs_box for server in servers_of(settings)):
+        check_guarantees(guarantees_of(settings.sandbox), "an MCP server would run in a box")
+    for server in servers_of(settings):
+        if find_spec("mcp") is None:
+            raise MissingExtra("mcp", "tools of type mcp")
+        listed = asyncio.run(mcp_session.listed_tools(server, bubblewrap.Bubblewrap(settings.sandbox)))
+        try:
+            server.tools_file.write_text(as_text(listed), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"tools: {server.tools_file} cannot be written: {error.strerror}") from error
+        yield server, [one["name"] for one in listed]
 
 
 def guarantees_of(settings: SandboxSettings) -> list[Guarantee]:

@@ -94,11 +94,17 @@ class Sandbox(Protocol):
     """Opens boxes, any number at once."""
 
     def open(
-        self, files: Mapping[str, str | bytes] = {}, limits: Limits | None = None, *, relay: Path | None = None
+        self,
+        files: Mapping[str, str | bytes] = {},
+        limits: Limits | None = None,
+        *,
+        relay: Path | None = None,
+        reads: Sequence[Path] = (),
     ) -> AbstractAsyncContextManager[Box]:
         """Opens a box with files below /box. Leaving the block ends all that runs in it, and removes all of it.
 
         `limits` None: the sandbox's own. `relay`: a Unix socket of this machine that the box may connect to, at
-        /run/relay.sock: the only way out that a box can have. Raises EpisodeError if no box can be opened.
+        /run/relay.sock: the only way out that a box can have. `reads`: files and folders of this machine that it may
+        read, at their own absolute paths. Raises EpisodeError if no box can be opened.
         """
         ...

@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,12 @@ class Bubblewrap:
 
     @asynccontextmanager
     async def open(
-        self, files: Mapping[str, str | bytes] = {}, limits: Limits | None = None, *, relay: Path | None = None
+        self,
+        files: Mapping[str, str | bytes] = {},
+        limits: Limits | None = None,
+        *,
+        relay: Path | None = None,
+        reads: Sequence[Path] = (),
     ) -> AsyncIterator[OpenBox]:
         """Opens a box: about 60 ms. See `Sandbox`."""
         limits = limits or self.settings.limits
@@ -61,7 +66,7 @@ class Bubblewrap:
         passed = [theirs.fileno(), _in_memory(filter_of()), _in_memory(inspect.getsource(driver).encode())]
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._command(limits, group, passed, relay),
+                *self._command(limits, group, passed, relay, reads),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=outputs[0].theirs,
                 stderr=outputs[1].theirs,
@@ -114,7 +119,14 @@ class Bubblewrap:
             held |= {"RLIMIT_AS": limits.memory_bytes, "RLIMIT_NPROC": limits.pids}
         return held
 
-    def _command(self, limits: Limits, group: BoxGroup | None, passed: list[int], relay: Path | None) -> list[str]:
+    def _command(
+        self,
+        limits: Limits,
+        group: BoxGroup | None,
+        passed: list[int],
+        relay: Path | None,
+        reads: Sequence[Path],
+    ) -> list[str]:
         channel, calls, program = map(str, passed)
         python = python_of(self.settings)
         size = str(limits.disk_bytes)
@@ -138,6 +150,8 @@ class Bubblewrap:
         for folder in ("/tmp", "/dev/shm", "/box"):
             command += ["--size", size, "--tmpfs", folder]
         command += ["--perms", "0444", "--ro-bind-data", program, "/driver.py"]
+        for path in map(str, reads):
+            command += ["--ro-bind", path, path]
         if relay is not None:
             command += ["--bind", str(relay), "/run/relay.sock"]
         command += ["--remount-ro", "/", "--seccomp", calls, "--chdir", "/box"]
