@@ -13,6 +13,7 @@ from flexmarl.records.scorers import SCORERS
 from flexmarl.sandbox.interface import Sandbox
 from flexmarl.sandbox.probe import Guarantee, check_guarantees, probe_now
 from flexmarl.sandbox.settings import SandboxSettings
+from flexmarl.sandbox.spare_boxes import SparePool
 from flexmarl.tasks import scorers
 from flexmarl.tasks.table import TaskTable
 from flexmarl.tools.interface import needs_box
@@ -37,7 +38,10 @@ def sandbox_of(settings: RunSettings) -> Sandbox | None:
             f"tasks: {scorer} runs code in boxes, and virtual time cannot wait for them; simulate with tasks whose "
             f"scorer is a plain function, or use `flexmarl train`"
         )
-    return bubblewrap.Bubblewrap(settings.sandbox) if scorer or boxed_tools(settings.team) else None
+    if not (scorer or boxed_tools(settings.team)):
+        return None
+    made = bubblewrap.Bubblewrap(settings.sandbox)
+    return SparePool(made, settings.sandbox.spare) if settings.sandbox.spare else made
 
 
 def boxed_tools(team: TeamSettings) -> list[str]:
