@@ -162,7 +162,7 @@ class Watched:
             yield box
 
 
-@pytest.mark.parametrize(("lost", "boxes"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("lost", "boxes"), [(0, 1), (1, 2), (2, 3)])
 def test_a_box_that_somebody_else_ended_costs_an_honest_answer_nothing(lost, boxes, sandbox):
     watched = Watched(sandbox, lost)
     assert scored(HONEST["plain"], watched) == 1.0
@@ -171,9 +171,9 @@ def test_a_box_that_somebody_else_ended_costs_an_honest_answer_nothing(lost, box
 
 def test_where_boxes_end_by_themselves_there_is_no_score(sandbox):
     watched = Watched(sandbox, lost=100)
-    with pytest.raises(EpisodeError, match="boxes end by themselves on this machine"):
+    with pytest.raises(EpisodeError, match="boxes end or stand still by themselves on this machine"):
         scored(HONEST["plain"], watched)
-    assert watched.opened == 3
+    assert watched.opened == 4
 
 
 def test_equal_answers_are_scored_once_also_at_the_same_time(sandbox):

@@ -6,8 +6,9 @@ The box of the answer is a fresh one and gets the arguments alone. What they sho
 compares it with the JSON that the box returns. So the answer may do in its box what it likes, forge replies included:
 only a value that it computed counts.
 
-An answer that ends its box is tried again in another one. If it ends that one too, and a control of ours holds in a
-third, the answer did it, and its score is 0. If the control fails, the machine is at fault, and there is no score.
+An answer that ends its box, or is over its time without working, is tried again in another one. If that happens three
+times in a row, and a control of ours holds in a fourth box, the answer did it, and its score is 0. If the control
+fails, the machine is at fault, and there is no score.
 """
 
 import json
@@ -28,6 +29,10 @@ RETURNED = "returned.json"
 """File in the box with what the tests returned."""
 MOST_BYTES = 1 << 20
 """Longest such file; a longer one scores 0."""
+TRIES = 3
+"""Boxes that an answer may end. With fewer, two accidents in a row would be taken for a cheat."""
+BUSY = 0.5
+"""Share of its time that code over its time has worked; if it is less, the machine may have held it up."""
 CLOSE = 1e-9
 """Relative difference at which two floats are equal."""
 CALLS = """
@@ -138,7 +143,7 @@ class PythonTests:
     async def score_in_box(self, answer: str, reference: str, sandbox: Sandbox) -> float:
         """1.0 if the answer passes all tests, else 0.0. See `BoxedScorer`."""
         tests, code = hidden_tests(reference), code_of(answer)
-        for _ in range(2):
+        for _ in range(TRIES):
             try:
                 return float(tests.passed(await _returned(code, tests, sandbox)))
             except BoxEnded:
@@ -148,7 +153,9 @@ class PythonTests:
         except BoxEnded:
             held = False
         if not held:
-            raise EpisodeError("python_tests: boxes end by themselves on this machine; see `flexmarl sandbox probe`")
+            raise EpisodeError(
+                "python_tests: boxes end or stand still by themselves on this machine; see `flexmarl sandbox probe`"
+            )
         return 0.0
 
 
@@ -158,7 +165,7 @@ CONTROL = HiddenTests(function="control", tests=[HiddenTest(arguments=[1], retur
 
 
 class BoxEnded(Exception):
-    """The box ended while it was used, by its code or by somebody else."""
+    """The box ended while it was used, or took its time without working: by its code, or by others on the machine."""
 
 
 async def _returned(code: str, tests: HiddenTests, sandbox: Sandbox) -> Any:
@@ -168,7 +175,8 @@ async def _returned(code: str, tests: HiddenTests, sandbox: Sandbox) -> Any:
     async with sandbox.open() as box:
         for part in (code, calls):
             outcome = await box.run(part, timeout_s=tests.timeout_s)
-            if outcome.lost and outcome.ended is Ended.KILLED:
+            idle = outcome.ended is Ended.TIMED_OUT and outcome.cpu_s < tests.timeout_s * BUSY
+            if idle or (outcome.lost and outcome.ended is Ended.KILLED):
                 raise BoxEnded
             if outcome.ended is not Ended.EXITED:
                 return None

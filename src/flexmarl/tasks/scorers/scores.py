@@ -8,6 +8,7 @@ unblocked by the scorer, or by the time limit of its box; the episode's time lim
 
 import asyncio
 import inspect
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol, runtime_checkable
@@ -17,6 +18,8 @@ from flexmarl.records import Task
 from flexmarl.records.scorers import Scorer
 from flexmarl.sandbox.interface import Sandbox
 
+BOXES = 2 * (os.cpu_count() or 1)
+"""Answers that are scored in boxes at one time, in each process. More would only start more slowly."""
 MOST_KEPT = 10_000
 """Scores that are kept; the oldest go first."""
 
@@ -42,6 +45,7 @@ class Scores:
         """`sandbox`: for scorers that need one."""
         self._sandbox = sandbox
         self._kept: dict[tuple[str, str, str], float] = {}
+        self._places = asyncio.Semaphore(BOXES)
         self._turns: dict[tuple[str, str, str], asyncio.Lock] = {}
 
     async def score(self, task: Task, answer: str) -> float:
@@ -65,7 +69,8 @@ class Scores:
                 f"task {task.input_id}: its scorer runs code of a model and needs a sandbox; flexmarl gives it one in "
                 f"a run whose first tasks have such a scorer"
             )
-        return await task.scorer.score_in_box(answer, task.reference, self._sandbox)
+        async with self._places:
+            return await task.scorer.score_in_box(answer, task.reference, self._sandbox)
 
     @asynccontextmanager
     async def _turn(self, key: tuple[str, str, str]) -> AsyncIterator[None]:
