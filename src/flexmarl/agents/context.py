@@ -29,6 +29,7 @@ from flexmarl.records import (
 )
 from flexmarl.sandbox.interface import Sandbox
 from flexmarl.tasks import Environment
+from flexmarl.tasks.scorers import Scores
 from flexmarl.tools.open_tools import OpenTools
 
 
@@ -182,6 +183,8 @@ class EpisodeContext:
     """The candidate that the team plays, if it plays in a tree of turns."""
     sandbox: Sandbox | None = None
     """Opens boxes for tools that need them."""
+    scores: Scores = field(default_factory=Scores)
+    """Scores answers; all episodes of a process share it."""
     tools: OpenTools = field(default_factory=OpenTools)
     """The tools that are open in the episode."""
     doors: Doors | None = None

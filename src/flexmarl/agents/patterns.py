@@ -112,7 +112,7 @@ class Sequential(Pattern):
             )
             reply = await team[name].act(seen)
             answers.append(f"{name}: {reply.answer}")
-        score = task.score(reply.answer)
+        score = await team.score(reply.answer)
         for name in dict.fromkeys(self.agents):
             team[name].reward(score)
         team.report(success=score)
@@ -171,7 +171,7 @@ class Iterative(Pattern):
             proposal = await solver.act(observation)
             fields = {"task": task.prompt, "answer": proposal.answer, "work": proposal.transcript}
             verdict = await verifier.act(self.review.format(**fields))
-            score, approved = task.score(proposal.answer), self.approves(verdict)
+            score, approved = await team.score(proposal.answer), self.approves(verdict)
             agrees = approved == (score >= 1.0)
             verdict.reward(float(agrees))
             right += agrees

@@ -13,7 +13,7 @@ from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling
 from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
-from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax
+from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax, ToolSet
 from flexmarl.tools.interface import keeps_state, max_parallel_of
 
 AnyWorkflow = Annotated[
@@ -101,7 +101,8 @@ class AgentSettings(Settings):
         names = [tool.name for tool in self.tools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"tools: two are called {min(repeated)!r}; give each its own `name`")
-        if isinstance(self.syntax, FunctionSyntax) and (silent := set(names) - set(self.syntax.names.values())):
+        single = {tool.name for tool in self.tools if not isinstance(tool, ToolSet)}
+        if isinstance(self.syntax, FunctionSyntax) and (silent := single - set(self.syntax.names.values())):
             raise ValueError(
                 f"syntax.names: {dict(self.syntax.names)} has no word for the tool {min(silent)!r}; "
                 f"add one, e.g. {{{min(silent)}: {min(silent)}}}"

@@ -17,6 +17,7 @@ from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
 from flexmarl.sandbox.interface import Sandbox
 from flexmarl.tasks import Environment
+from flexmarl.tools.interface import each_tool
 
 
 class Level(NamedTuple):
@@ -122,7 +123,7 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         sampling=settings.sampling.record(),
         parser=parser,
         system=told.system,
-        tools={tool.name: tool for tool in settings.tools},
+        tools={tool.name: tool for tool in each_tool(settings.tools)},
         syntax=told.syntax,
         tools_note=told.note,
         max_tool_calls=settings.max_tool_calls if settings.tools else 0,

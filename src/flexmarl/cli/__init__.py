@@ -13,6 +13,7 @@ import typer
 
 from flexmarl.cli.compare import compare
 from flexmarl.cli.init import init
+from flexmarl.cli.mcp_servers import mcp
 from flexmarl.cli.runs import check, clean, evaluate, export, serve, train
 from flexmarl.cli.sandboxes import sandbox
 from flexmarl.cli.show import show
@@ -48,6 +49,7 @@ app.command()(export)
 app.command()(show)
 app.command()(compare)
 app.command()(store)
+app.command()(mcp)
 app.command()(clean)
 app.add_typer(sandbox, name="sandbox")
 

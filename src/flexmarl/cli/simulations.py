@@ -39,6 +39,7 @@ from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
 from flexmarl.testing.faults.planned import PlannedFaults, check_fits
 from flexmarl.testing.faults.witness import seen_in
 from flexmarl.tools import is_pure
+from flexmarl.tools.interface import each_tool
 
 __all__ = ["SimulationReport", "Unmodelled", "comparison_table", "sweep_table"]
 
@@ -234,7 +235,8 @@ def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
 
 def _recorded_tools(settings: RunSettings, folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Fits twins to the tool calls in the run's store, if it is a file. Tools that only compute need none."""
-    timed = {tool.name for agent in settings.team.agents.values() for tool in agent.tools if not is_pure(tool)}
+    tools = (tool for agent in settings.team.agents.values() for tool in each_tool(agent.tools))
+    timed = {tool.name for tool in tools if not is_pure(tool)}
     if not timed or not folder.store.is_file():
         return {}
     reading = reading_of(settings, full=False)

@@ -10,6 +10,7 @@ from flexmarl.inference.settings import is_timed
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.tools import Syntax, Tool, ToolCall
 from flexmarl.tools.arguments import example_of, only_argument_of
+from flexmarl.tools.interface import each_tool
 
 _CONTINUOUS = (Mode.ASYNC, Mode.FIFO, Mode.GREEDY)
 READ_IN: Mapping[str, tuple[Mode, ...]] = {
@@ -136,7 +137,7 @@ def _of_tools(settings: RunSettings) -> Iterator[Caution]:
     for name, agent in settings.team.agents.items():
         if (syntax := agent.syntax) == "auto":  # All families of models have a place for several arguments.
             continue
-        for tool in agent.tools:
+        for tool in each_tool(agent.tools):
             call = _call_of_one_text(tool, syntax)
             if call and call.partition("{")[0] + "{" not in agent.system:
                 several = ", ".join(tool.parameters["properties"])

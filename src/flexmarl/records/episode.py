@@ -6,6 +6,7 @@ Episode      one run of the workflow on one task
 GroupRecord  all episodes of one task in one step
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -57,14 +58,27 @@ class Task:
         return "\0".join((*(f"{one.role}\1{one.content}" for one in self.opening), self.prompt))
 
     def score(self, answer: str) -> float:
-        """The score of an answer, by `scorer`; 1.0 is a full success. Raises EpisodeError if it is no finite number."""
+        """The score of an answer, by `scorer`; 1.0 is a full success. Raises EpisodeError if it is no finite number.
+
+        `await team.score(answer)` does the same, and takes scorers that must be waited for, too.
+        """
         assert callable(self.scorer), "a name was looked up when the task was made"
-        given = self.scorer(answer, self.reference)
+        if inspect.iscoroutinefunction(self.scorer):
+            raise EpisodeError(f"the scorer {self._scorer_name} must be waited for; write `await team.score(answer)`")
+        return self.checked_score(self.scorer(answer, self.reference))
+
+    def checked_score(self, given: Any) -> float:
+        """A scorer's result as a number. Raises EpisodeError if it is no finite number."""
         with suppress(TypeError, ValueError, OverflowError):
             if math.isfinite(score := float(given)):
                 return score
-        name = getattr(self.scorer, "__name__", type(self.scorer).__name__)
-        raise EpisodeError(f"the scorer {name} returned {given!r}; return a finite number, 1.0 for a full success")
+        raise EpisodeError(
+            f"the scorer {self._scorer_name} returned {given!r}; return a finite number, 1.0 for a full success"
+        )
+
+    @property
+    def _scorer_name(self) -> str:
+        return getattr(self.scorer, "__name__", type(self.scorer).__name__)
 
 
 IntArray = NDArray[np.int32]

@@ -1,18 +1,24 @@
 """Scorers, which say how good an answer is, by name."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from decimal import Decimal, InvalidOperation
 
 from flexmarl.plugins import Registry
 
-Scorer = Callable[[str, str], float]
-"""(answer, reference) -> score; 1.0 is a full success. Module-level, so that tasks can cross processes."""
+Scorer = Callable[[str, str], float | Awaitable[float]]
+"""(answer, reference) -> score; 1.0 is a full success. Module-level, so that tasks can cross processes. The score of a
+coroutine function is had by `await team.score(answer)` alone."""
 
 # A minus after a digit or word subtracts or joins; commas group thousands and nothing else.
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-−])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 
-SCORERS: Registry[Scorer] = Registry("scorer", setting="tasks.scorer", group="scorers")
+SCORERS: Registry[Scorer] = Registry(
+    "scorer",
+    setting="tasks.scorer",
+    group="scorers",
+    built_in={"python_tests": "flexmarl.tasks.scorers.python_tests:python_tests"},
+)
 scorer = SCORERS.register
 """Decorator that makes a function the scorer of that name: `@scorer("close_enough")`."""
 

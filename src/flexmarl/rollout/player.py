@@ -40,6 +40,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.episode_calls import EpisodeCalls, Holds, TimeLimit
 from flexmarl.rollout.recorder import RowMove, StoreRecorder, TakesRows
+from flexmarl.tasks.scorers import Scores
 from flexmarl.tools.open_tools import OpenTools, RunningCalls
 
 AT_THE_END_S = 2.0
@@ -102,7 +103,7 @@ class PlayedEpisode:
 
 
 class Player:
-    """Plays episodes of one team; keeps no state between them."""
+    """Plays episodes of one team; keeps nothing between them but scores."""
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class Player:
         self._store, self._holds, self._events = store, holds, events
         self._temperature = temperature
         self._running, self._doors = running or RunningCalls(), doors
+        self._scores = Scores(team.sandbox)
 
     async def play(
         self,
@@ -192,6 +194,7 @@ class Player:
             purpose=purpose_of(group, greedy=greedy),
             environment=self._team.environment,
             sandbox=self._team.sandbox,
+            scores=self._scores,
             tools=tools,
             doors=self._doors,
         )

@@ -3,6 +3,7 @@
 interface.py   Sandbox, Box, BoxOutcome, Limits
 settings.py    the section `sandbox` of a config
 driver.py      the program inside a box: interpreter of a session, commands, files
+spare_boxes.py spare boxes, started ahead
 probe.py       tries every guarantee; law 14: what is missing refuses the run
 backends/      boxes on bubblewrap, with its filter of system calls and its control groups
 """

@@ -24,6 +24,9 @@ class SandboxSettings(Settings):
     """Most processor seconds of one process in a box."""
     output_kib: int = Field(default=1024, ge=1)
     """Output that is kept of a call; the rest is dropped and counted."""
+    spare: int = Field(default=0, ge=0, le=1024)
+    """Boxes whose interpreters are started ahead, in each process that opens boxes; each serves one episode. A spare
+    takes about 6 MB; it saves the first call of an episode the start of its box."""
     accept: tuple[Literal["rlimits"], ...] = ()
     """Weaker guarantees that are good enough. rlimits: without control groups, limits of each process stand for the
     limits of memory and processes of the box. A box of many processes can then take many times its memory."""

@@ -7,6 +7,7 @@ HuggingFaceTasks  rows from a Hugging Face dataset: on the hub, in a folder that
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -32,11 +33,13 @@ class TaskTable(Settings):
     system: str | None = None
     """Field with a system prompt of the task's own, a text; null: the tasks have none."""
     reference: str | None = "reference"
-    """Field with the reference answer, a text or number; null: the tasks have none."""
+    """Field with the reference answer: a text or number; an object or list counts as its JSON. null: the tasks have
+    none."""
     input_id: str | None = None
     """Field with the id of a task, unique; null: the id is made from the row's number."""
     scorer: str = "exact"
-    """`exact`, `number` (the last numbers in answer and reference are equal), or one registered with `@scorer`."""
+    """`exact`, `number` (the last numbers in answer and reference are equal), `python_tests` (the answer is code, the
+    reference its hidden tests), or one registered with `@scorer`."""
     held_out_share: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of the prompts that is held out if no held-out file or split is set. The choice depends only on them."""
     shuffle: bool = True
@@ -116,7 +119,7 @@ def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
             input_id=f"{name}-{number}" if own_id is None else str(_field(row, where, "input_id", own_id)),
             prompt=prompt,
             opening=opening,
-            reference="" if reference is None else str(_field(row, where, "reference", reference)),
+            reference="" if reference is None else _as_text(_field(row, where, "reference", reference)),
             scorer=score,
             data={field: value for field, value in row.items() if field not in named},
         )
@@ -127,6 +130,11 @@ def _tasks(settings: TaskTable, name: str, rows: Sequence[Row]) -> list[Task]:
             )
         tasks[task.input_id] = task
     return list(tasks.values())
+
+
+def _as_text(value: Any) -> str:
+    """A reference as a text: a list or an object as JSON."""
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
 def _field(row: Mapping[str, Any], where: str, key: str, field: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated
 from flexmarl.plugins import SettingsTable
 from flexmarl.tools.calculator import Calculator
 from flexmarl.tools.function_tool import Refusal, is_pure, tool_of_function
-from flexmarl.tools.interface import BoundTool, Observation, Tool, ToolContext
+from flexmarl.tools.interface import BoundTool, Observation, Tool, ToolContext, ToolSet
 from flexmarl.tools.syntax import (
     SYNTAXES,
     AnySyntax,
@@ -19,17 +19,18 @@ from flexmarl.tools.syntax import (
 )
 from flexmarl.tools.syntaxes import FencedSyntax, FunctionSyntax, LlamaSyntax, MistralSyntax, TagSyntax, XmlSyntax
 
-TOOLS: SettingsTable[Tool] = SettingsTable(
+TOOLS: SettingsTable[Tool | ToolSet] = SettingsTable(
     "tool",
     setting="team.agents.NAME.tools.type",
     group="tools",
-    interface=[Tool],
+    interface=[Tool, ToolSet],
     built_in={
         "calculator": "flexmarl.tools.calculator:Calculator",
         "python": "flexmarl.tools.boxed:PythonTool",
         "shell": "flexmarl.tools.boxed:ShellTool",
         "sql": "flexmarl.tools.sql:SqlTool",
         "search": "flexmarl.tools.search:SearchTool",
+        "mcp": "flexmarl.tools.mcp:McpServer",
     },
     of_function=tool_of_function,
 )
@@ -39,7 +40,7 @@ tool = TOOLS.register
 
 `@tool(pure=True)` marks a function that computes in microseconds and waits for nothing: simulations call it, too."""
 
-AnyTool = Annotated[Tool, TOOLS]
+AnyTool = Annotated[Tool | ToolSet, TOOLS]
 """Settings field of any tool in the table, chosen by its `type`."""
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolContext",
+    "ToolSet",
     "XmlSyntax",
     "is_pure",
     "syntax",

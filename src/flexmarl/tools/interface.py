@@ -5,10 +5,10 @@ async with tool.open(ToolContext(episode="g12e3a0", seed=7)) as bound:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from flexmarl.sandbox.interface import Sandbox
 
@@ -94,17 +94,42 @@ class Tool(Protocol):
         ...
 
 
-def max_parallel_of(tool: Tool) -> int | None:
+@runtime_checkable
+class ToolSet(Protocol):
+    """An entry of an agent's `tools` that stands for several tools, such as those of a server."""
+
+    @property
+    def name(self) -> str:
+        """Name of the set; unique in a seat."""
+        ...
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools. Raises ConfigError if they are not known."""
+        ...
+
+
+def each_tool(entries: Sequence[Tool | ToolSet]) -> tuple[Tool, ...]:
+    """All tools of an agent, those of sets one by one."""
+    found: list[Tool] = []
+    for entry in entries:
+        if isinstance(entry, ToolSet):
+            found += entry.tools()
+        else:
+            found.append(entry)
+    return tuple(found)
+
+
+def max_parallel_of(tool: Tool | ToolSet) -> int | None:
     """The tool's `max_parallel`, which it need not have: calls of this name that run at once in a run. None: any."""
     return getattr(tool, "max_parallel", None)
 
 
-def needs_box(tool: Tool) -> bool:
+def needs_box(tool: Tool | ToolSet) -> bool:
     """True for a tool that runs what a model wrote: no run begins where its boxes are not safe."""
     return getattr(tool, "needs_box", False)
 
 
-def keeps_state(tool: Tool) -> bool:
+def keeps_state(tool: Tool | ToolSet) -> bool:
     """True for a tool whose calls depend on earlier ones, and whose state cannot be copied for a branch of a tree."""
     return getattr(tool, "keeps_state", False)
 

@@ -109,6 +109,7 @@ def test_the_widest_limits_still_print(digits: int) -> None:
 
 def test_every_tool_of_the_table_is_chosen_by_its_type() -> None:
     needed = {"sql": {"script": "CREATE TABLE t (x)"}, "search": {"documents": "documents.jsonl"}}
+    needed["mcp"] = {"name": "time", "command": ["server"], "tools_file": "time.json"}
     for name in TOOLS.built_in:
         assert isinstance(TypeAdapter(AnyTool).validate_python({"type": name, **needed.get(name, {})}), TOOLS[name])
 

@@ -144,9 +144,9 @@ class Bubblewrap:
         command += ["--proc", "/proc", "--dev", "/dev"]
         for folder in ("/tmp", "/dev/shm", "/box"):
             command += ["--size", size, "--tmpfs", folder]
+        command += ["--perms", "0444", "--ro-bind-data", program, "/driver.py"]
         for path in map(str, reads):
             command += ["--ro-bind", path, path]
-        command += ["--perms", "0444", "--ro-bind-data", program, "/driver.py"]
         if relay is not None:
             command += ["--bind", str(relay), "/run/relay.sock"]
         command += ["--remount-ro", "/", "--seccomp", calls, "--chdir", "/box"]
