@@ -84,9 +84,13 @@ class Team:
             raise EpisodeError("the workflow asks for an environment, but this run has none")
         return self.context.environment(self.context.task)
 
-    async def score(self, answer: str) -> float:
-        """The score of an answer to the episode's task, 1.0 for a full success, whatever its scorer waits for."""
-        return await self.context.scores.score(self.context.task, answer)
+    async def score(self, answer: str, *, reference: str | None = None) -> float:
+        """The score of an answer to the episode's task, 1.0 for a full success, whatever its scorer waits for.
+
+        `reference`: another one than the task's, such as tests that the agents may see.
+        """
+        task = self.context.task if reference is None else replace(self.context.task, reference=reference)
+        return await self.context.scores.score(task, answer)
 
     def reward(self, reward: float, part: str = "outcome") -> None:
         """Adds to the reward of each turn, of all agents, at the end of the episode."""

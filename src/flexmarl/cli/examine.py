@@ -23,7 +23,7 @@ from flexmarl.agents import ChatRenderer, Generate, TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.context import Interrupted, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
-from flexmarl.assemble.boxes import check_sandbox_of
+from flexmarl.assemble.boxes import check_sandbox_of, sandbox_of
 from flexmarl.assemble.opened_gateway import server_or_refuse
 from flexmarl.assemble.simulation import check_models
 from flexmarl.cli.needs import Finding, examine_machine, examine_models, examine_servers
@@ -132,9 +132,8 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
     """
     task = settings.tasks.open(seed=settings.seed, base=settings.base).train(0)
     timeout_s = min(settings.rollout.episode_timeout_s, PLAY_S)
-    renderers = {PolicyName(name): character_renderer() for name in settings.policies}
     trained = [PolicyName(name) for name in settings.trained]
-    team = seat_team(settings) if own_tokenizers else TeamSpec.build(settings.team, renderers, trained)
+    team = seat_team(settings) if own_tokenizers else _team_on_characters(settings, trained)
     renderer_of = {agent.policy: agent.renderer for agent in team.agents.values()}
     max_lens = {
         name: getattr(policy.engine, "max_len", None) if own_tokenizers else None
@@ -180,6 +179,12 @@ def _play(settings: RunSettings, longest: dict[str, int], *, own_tokenizers: boo
                 f"a play gave {best:g}: set it to the worst and the best reward that credit.filter.filter_on compares"
             )
             yield Finding("credit.filter.reward_range", f"[{bottom:g}, {top:g}]", todo)
+
+
+def _team_on_characters(settings: RunSettings, trained: Sequence[PolicyName]) -> TeamSpec:
+    """The team without its models' tokenizers."""
+    renderers = {PolicyName(name): character_renderer() for name in settings.policies}
+    return TeamSpec.build(settings.team, renderers, trained, sandbox=sandbox_of(settings))
 
 
 def _played(player: Player, group: GroupRecord, index: int) -> Episode:
