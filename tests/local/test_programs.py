@@ -50,6 +50,12 @@ def test_a_policy_learns_from_a_program_and_every_token_is_accounted_for(folder:
         assert account["continuity"] == {"root": 1, "extends": 1, "rendered": 1}
         assert account["sampled"] == account["delivered"]
     assert any(event["event"] == "updated" for event in events)
+    shown = CliRunner().invoke(app, ["show", str(newest(folder)), "--step", "1", "--limit", "1"]).output
+    tokens = next(one["sampled"] for one in played if f"episode {one['episode']} " in shown)
+    prompts = "prompts: 1 root, 1 extends, 1 rendered (1 foreign reply)"
+    assert f"gateway: 3 calls, {tokens} tokens = {tokens} delivered; {prompts}" in shown
+    for told in ("prompt extends, lane 0, thread 0, chat;", "prompt rendered (foreign reply), lane 0"):
+        assert told in shown
 
 
 def newest(folder: Path) -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flexmarl.agents.chat import ChatRenderer, spoken_from
 from flexmarl.errors import ConfigError
-from flexmarl.events.group_events import EpisodeFailed, EpisodeFinished, GroupAdmitted, GroupTaken
+from flexmarl.events.group_events import EpisodeAccount, EpisodeFailed, EpisodeFinished, GroupAdmitted, GroupTaken
 from flexmarl.events.journal import read_journal
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.experience.interface import Row
@@ -75,6 +75,8 @@ class EpisodeLine:
     """Number of rows in each state."""
     pruned: int = 0
     """Number of rows whose texts and tokens were dropped to keep the store within its budget."""
+    account: EpisodeAccount | None = None
+    """The account of its tokens at the gateway; None if it was not played there, or has not ended."""
 
     @property
     def group(self) -> GroupId:
@@ -215,6 +217,7 @@ class Conversations:
         self._admitted: dict[int, GroupAdmitted] = {}
         self._taken: dict[int, int] = {}
         self._ends: dict[str, EpisodeFinished | EpisodeFailed] = {}
+        self._accounts: dict[str, EpisodeAccount] = {}
         for event in read_journal(folder.journal) if folder.journal.exists() else ():
             match event:
                 case GroupAdmitted():
@@ -225,6 +228,8 @@ class Conversations:
                     self._taken[event.group] = event.step
                 case EpisodeFinished() | EpisodeFailed() if event.group in self._admitted:
                     self._ends[event.episode] = event
+                case EpisodeAccount() if event.group in self._admitted:
+                    self._accounts[event.episode] = event
 
     @property
     def agents(self) -> tuple[AgentName, ...]:
@@ -257,6 +262,7 @@ class Conversations:
     def _forget(self, group: int) -> None:
         self._taken.pop(group, None)
         self._ends = {episode: end for episode, end in self._ends.items() if end.group != group}
+        self._accounts = {episode: one for episode, one in self._accounts.items() if one.group != group}
 
     def _line(self, group: int, index: int, attempt: int, counts: "_Counts") -> EpisodeLine:
         episode = EpisodeId(make_trajectory_id(group, index, attempt))
@@ -280,6 +286,7 @@ class Conversations:
             turns=counts.turns,
             states=counts.states,
             pruned=counts.pruned,
+            account=self._accounts.get(episode),
         )
 
 

@@ -30,6 +30,7 @@ from flexmarl.cli.options import blueprint
 from flexmarl.cli.terminal import print_text
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError
+from flexmarl.events.group_events import EpisodeAccount
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
@@ -215,11 +216,26 @@ def shown(conversation: ShownEpisode, folder: RunFolder, colours: Mapping[str, s
         yield Text(f"first traceback of each kind of failure: {traces}", "dim")
     if figures := ", ".join(f"{name} {value:.4g}" for name, value in line.metrics.items()):
         yield Text(figures, "dim")
+    if line.account is not None:
+        yield Text(_account(line.account), "dim")
     if not conversation.turns:
         yield Text("no call has a row", "dim")
     for turn in conversation.turns:
         yield from _turn(turn, colours[turn.agent])
     yield Text("")
+
+
+def _account(account: EpisodeAccount) -> str:
+    """The account of an episode's tokens in a line, e.g. `gateway: 2 calls, 9 tokens = 7 delivered + 2 undelivered`."""
+    lost = [
+        f"{sum(of.values())} {what} ({', '.join(of)})"
+        for what, of in (("undelivered", account.undelivered), ("failed", account.failed))
+        if of
+    ]
+    prompts = ", ".join(f"{number} {continuity}" for continuity, number in account.continuity.items())
+    why = f" ({', '.join(f'{number} {reason}' for reason, number in account.why.items())})" if account.why else ""
+    tokens = " + ".join([f"{account.delivered} delivered", *lost])
+    return f"gateway: {account.calls} calls, {account.sampled} tokens = {tokens}; prompts: {prompts}{why}"
 
 
 def _turn(turn: ShownTurn, colour: str) -> Iterator[Text]:
@@ -267,6 +283,9 @@ def _figures(turn: ShownTurn) -> Iterator[str]:
         yield f"advantage {turn.advantage:+.4g}{weight}"
     yield f"{turn.state}{f' ({turn.reason})' if turn.reason else ''}"
     yield from (f"{name} {value:.4g}" for name, value in turn.signals.items())
+    if "continuity" in turn.tags:
+        of, why = turn.tags, f" ({turn.tags['why']})" if "why" in turn.tags else ""
+        yield f"prompt {of['continuity']}{why}, lane {of['lane']}, thread {of['thread']}, {of['dialect']}"
     if turn.reply is not None and turn.logprobs is not None:
         of = turn.logprobs
         gap = f", raw mean {of.raw_mean:.3f}, gap {of.largest_gap:.3g}" if of.largest_gap else ""
