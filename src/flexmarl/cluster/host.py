@@ -230,8 +230,13 @@ class Host:
             error = cancelled_itself(stream.method)
         except Exception as raised:
             error = portable(raised)
-        collected = self._gathered_from(stream.number)
-        collected.ended, collected.error = True, error
+        except BaseException as raised:
+            error = WorkerError(f"'{stream.method}' was ended by {described(raised)}")
+            raise
+        finally:
+            if not is_being_cancelled():
+                collected = self._gathered_from(stream.number)
+                collected.ended, collected.error = True, error
 
     def _gathered_from(self, number: int) -> StreamItems:
         """Returns the news of a stream, to which the caller is about to add."""

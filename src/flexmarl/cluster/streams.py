@@ -48,7 +48,8 @@ class Streams:
         self._sends: list[OneWayCall] = []
         self._opened: set[int] = set()
         """Streams that are open in the resident, or about to be."""
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: dict[asyncio.Task[None], None] = {}
+        """The tasks of exchanges, the oldest first."""
         self._last_full, self._last_taken = -1, -1
         """Numbers of the last exchange that carried something, and of the last that is known to be taken in."""
         self._early: dict[int, Collected] = {}
@@ -101,7 +102,7 @@ class Streams:
             queue.put_nowait(StreamItems(number, ended=True, error=self._lost))
         for kept in (self._queues, self._opens, self._opens_alone, self._closes, self._sends, self._opened):
             kept.clear()
-        for task in self._under_way:
+        for task in [*self._under_way]:
             if task is not asyncio.current_task():
                 task.cancel()
 
@@ -125,12 +126,13 @@ class Streams:
         if self._outgoing() and len(self._under_way) < MOST_UNDER_WAY:
             self._idle.clear()
             task = self._tasks.create_task(self._exchange(), name=f"exchange-{self._name}")
-            self._under_way.add(task)
+            self._under_way[task] = None
             task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None] | None) -> None:
         """Also of a task that was cancelled before it began."""
-        self._under_way -= {task}
+        if task is not None:
+            self._under_way.pop(task, None)
         if not self._under_way:
             self._idle.set()
 

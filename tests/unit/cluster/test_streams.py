@@ -183,3 +183,21 @@ def test_a_message_that_cannot_be_taken_ends_the_streams() -> None:
                 ends.streams.send("hear", (1,))
 
     run_virtual(scenario())
+
+
+def test_a_stream_whose_reading_is_ended_by_no_ordinary_exception_ends_with_an_error() -> None:
+    class Gone(BaseException):
+        pass
+
+    async def breaks(key: int, to: int, gap_s: float, extra: object = None) -> AsyncIterator[int]:
+        yield 0
+        raise Gone
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            ends = Ends(tasks)
+            ends.hosted.count = breaks
+            with pytest.raises(WorkerError, match="'count' was ended by Gone"):
+                await ends.read(0, 5)
+
+    run_virtual(scenario())
