@@ -15,9 +15,18 @@ from tests.docs.pages import ROOT, blocks, commands
 pytestmark = pytest.mark.ray
 
 RUNNER = """
-import json, shutil, sys
+import json, os, shutil, signal, socket, sys, threading, time
 from pathlib import Path
 from flexmarl.cli import main
+
+def interrupt_once_it_serves(port):
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
 
 for words in json.load(sys.stdin):
     runs = sorted(map(str, Path("runs").glob("math_team-*")))
@@ -25,15 +34,19 @@ for words in json.load(sys.stdin):
         words = [word.replace(name, run) for word in words]
     sys.argv = ["flexmarl", *words]
     print("$", *words, flush=True)
+    if words[0] == "serve":
+        port = int(words[words.index("--port") + 1])
+        threading.Thread(target=interrupt_once_it_serves, args=[port], daemon=True).start()
     try:
         main()
     except SystemExit as end:
         missing = 2 if words[0] == "sandbox" and not shutil.which("bwrap") else None
-        assert end.code in (0, None, missing), (words, end.code)
+        interrupted = 130 if words[0] == "serve" else None
+        assert end.code in (0, None, missing, interrupted), (words, end.code)
 """
 """Runs commands one after the other. RUN is the run that was begun last, and OTHER the one before it.
 
-Without bubblewrap, the commands that need it are refused."""
+Without bubblewrap, the commands that need it are refused. `serve` is interrupted as soon as it answers."""
 SMALLER = {
     "examples/math_team/cpu.yaml": [
         *("steps=1", "batch.groups=4", "cluster={backend: inline, threads: 1}"),
