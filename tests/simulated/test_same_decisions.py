@@ -80,9 +80,14 @@ def plays_programs(path: Path) -> bool:
     return settings.get("team", {}).get("workflow", {}).get("type") == "program"
 
 
+def scores_in_boxes(path: Path) -> bool:
+    """True if its answers are scored in boxes, for which virtual time cannot wait: it is refused by name, too."""
+    return path.parent.name == "code_team"
+
+
 @pytest.mark.parametrize(
     "config",
-    [path for path in filter(is_whole, configs()) if not plays_programs(path)],
+    [path for path in filter(is_whole, configs()) if not (plays_programs(path) or scores_in_boxes(path))],
     ids=lambda path: str(path.relative_to(ROOT / "examples")),
 )
 def test_every_example_can_be_simulated_with_the_backend_as_the_only_change(config, tmp_path):

@@ -280,6 +280,6 @@ def test_a_decode_step_has_its_own_threads_and_a_trainer_on_the_same_thread_keep
 
 
 def test_the_table_of_engines_holds_settings_classes_with_a_type_and_a_factory():
-    assert list(ENGINES.built_in) == ["embedded", "openai", "timed", "vllm"]
+    assert list(ENGINES.built_in) == ["embedded", "openai", "scripted", "timed", "vllm"]
     assert ENGINES["embedded"] is EmbeddedSettings
     assert EmbeddedSettings().type == "embedded"
