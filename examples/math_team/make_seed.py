@@ -7,7 +7,7 @@ About five minutes on one core. The same kind of machine gives the same model, b
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -95,6 +95,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Demon
             calls = index + 1 < len(messages)
             trained[start : start + len(message["content"]) + (not calls)] = True
     return Demonstration(ids=ids, trained=trained)
+
+
+def cold_start(
+    folder: str | Path, demonstration: Callable[[random.Random], list[Message]], *, updates: int, positions: int
+) -> None:
+    """Trains a smaller model on one kind of demonstrations, saves tokenizer and model, prints the loss."""
+    torch.set_num_threads(1)  # The order of sums, and so the model, depends on it.
+    tokenizer, rng = build_tokenizer(), random.Random(SEED)
+    model = build_model(tokenizer, hidden=128, inner=256, positions=positions)
+    print(f"{model.num_parameters():,} parameters")
+    train("form", model, [encode(tokenizer, demonstration(rng)) for _ in range(updates * BATCH)], 3e-3)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def train(name: str, model: PreTrainedModel, rows: Sequence[Demonstration], rate: float) -> None:
