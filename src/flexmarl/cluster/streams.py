@@ -86,7 +86,7 @@ class Streams:
 
     async def sent(self) -> None:
         """Waits until all that was opened, closed or sent before has been taken in by the resident."""
-        while self._outgoing():
+        while self._outgoing() and self._under_way:
             await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
         if self._last_taken < self._last_full and self._lost is None:
             await self._cross(StreamExchange(next(self._exchanges), waits=False))
