@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-TOKEN_S = 0.002
+TOKEN_S = 0.005
 
 
 def text_of(ids: list[int]) -> str:
