@@ -57,7 +57,10 @@ EnvironmentFactory = Callable[..., Environment[Any]]
 """`(task, **params) -> Environment`; makes one instance for one episode."""
 
 ENVIRONMENTS: Registry[EnvironmentFactory] = Registry(
-    "environment", setting="team.environment.name", group="environments"
+    "environment",
+    setting="team.environment.name",
+    group="environments",
+    built_in={"textarena": "flexmarl.tasks.textarena:TextArenaGame"},
 )
 environment = ENVIRONMENTS.register
 """Decorator that makes a factory the environment of that name: `@environment("grid")`."""

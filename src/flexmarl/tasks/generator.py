@@ -27,7 +27,15 @@ class TaskGenerator(Protocol):
         ...
 
 
-GENERATORS: Registry[TaskGenerator] = Registry("task generator", setting="tasks.name", group="task_generators")
+GENERATORS: Registry[TaskGenerator] = Registry(
+    "task generator",
+    setting="tasks.name",
+    group="task_generators",
+    built_in={
+        "reasoning_gym": "flexmarl.tasks.reasoning_gym:reasoning_gym",
+        "textarena": "flexmarl.tasks.textarena:textarena",
+    },
+)
 task_generator = GENERATORS.register
 """Decorator that makes a function the task generator of that name: `@task_generator("products")`."""
 
