@@ -3,18 +3,45 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import flexmarl
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.cli import app
 from flexmarl.config import load_run
 from flexmarl.errors import FlexmarlError
 from tests.program_of_a_run import OVERRIDES, PROGRAM
 
+STEPS = 3
+REPEATED = (
+    "deterministic=true",
+    "cluster.threads=1",
+    f"steps={STEPS}",
+    "batch={groups: 2, episodes: 4}",
+    "evaluate.tasks=0",
+    "checkpoint={every: 1, keep: 9}",
+)
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import flexmarl
+from flexmarl.config import load_run
+from flexmarl.events.training_events import Published
+
+def kill(event):
+    if event.version == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+flexmarl.train(load_run(Path(sys.argv[1]), sys.argv[2:]), on={Published: kill}, show=False)
+"""
 SMALL = ("steps=1", "batch={groups: 2, episodes: 2}", "evaluate.tasks=2")
 
 
@@ -92,3 +119,32 @@ def test_a_config_whose_seats_a_program_plays_can_be_checked(folder: Path) -> No
     checked = CliRunner().invoke(app, ["check", str(folder / "config.yaml"), *SMALL, *OVERRIDES])
     assert checked.exit_code == 0, checked.output
     assert "no task is played here" in " ".join(checked.output.split())
+
+
+def test_a_run_killed_in_mid_step_ends_with_the_bits_of_an_undisturbed_one(folder: Path) -> None:
+    def overrides(out: str) -> list[str]:
+        return [*REPEATED, *OVERRIDES, f"out={folder / out}"]
+
+    straight = flexmarl.train(load_run(folder / "config.yaml", overrides("straight")), show=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder / "config.yaml"), *overrides("killed")], timeout=120, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (folder / "killed").iterdir()
+    resumed = flexmarl.train(left / "config.yaml", resume=left, show=False)
+    undisturbed, ended = weights(straight.folder), weights(resumed.folder)
+    assert ended == undisturbed
+    assert len({*ended.values()}) == STEPS, "witness: every step changes the weights"
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The bytes of all tensors of a run's checkpoints, by checkpoint."""
+    return {
+        step.name: b"".join(
+            tensor.contiguous().view(-1).numpy().tobytes()
+            for file in sorted(step.rglob("*weights*.safetensors"))
+            for tensor in load_file(file).values()
+        )
+        for step in sorted((folder / "checkpoints").iterdir())
+        if step.is_dir()
+    }
