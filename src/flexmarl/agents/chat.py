@@ -186,6 +186,11 @@ class ChatRenderer:
             return _received, (self._tokenizer, self._end_ids)
         return _with_options, (self._base, self.options)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the vocabulary, control tokens included."""
+        return len(self._tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Control tokens written in it become their ids; none is added."""
         return self._tokens.encode(text)

@@ -36,14 +36,14 @@ from flexmarl.gateway.delivery import Deliveries, Exchange, ReplyState
 from flexmarl.gateway.dialects.base import Answer, Ask, Dialect, OfferedTool, Refused, ReplyChoice, Said, overflow
 from flexmarl.gateway.heard import SAMPLED, HeardGenerate, Replies, Voice
 from flexmarl.gateway.history import DeliveredTurn, PromptPlan, SeatHistory
-from flexmarl.gateway.reply_parts import ReplyParts, forced_words, read_reply
+from flexmarl.gateway.reply_parts import ReplyParts, forced_words, plain_reply, read_reply
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn
 
 MOST_VOICES = 64
 """Most sets of tools that the seats of one episode may offer: each has a renderer of its own."""
 
-WIRE_PREFIXES = ("chatcmpl-", "msg_", "resp_")
+WIRE_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 """The beginnings that the dialects write before the name of a reply, as its id."""
 
 
@@ -340,6 +340,9 @@ class EpisodeDoor:
         """The prompt, the words it must end with, how many of them are the client's own, and the voice."""
         try:
             voice = self._voice(seat, ask.tools)
+            if ask.prompt is not None:
+                ids = self._own_ids(seat, ask.prompt, voice)
+                return self._histories[seat].plan_of(ids, session=session), "", 0, voice
             syntax = voice.spec.syntax
             begun = ask.prefill if ask.must_call is None else forced_words(ask.must_call, syntax)
             plan = self._histories[seat].plan(
@@ -348,6 +351,16 @@ class EpisodeDoor:
         except ConfigError as error:
             raise Refused(str(error), code="not_renderable") from None
         return plan, begun, len(ask.prefill), voice
+
+    def _own_ids(self, seat: AgentName, prompt: str | tuple[int, ...], voice: Voice) -> IntArray:
+        """The ids of a prompt that the client wrote itself. Raises Refused for ids that the model does not have."""
+        renderer = voice.spec.renderer
+        if isinstance(prompt, str):
+            encode = renderer.encode if self._agents[seat].trust_special else renderer.encode_text
+            return np.asarray(encode(prompt), np.int32)
+        if unknown := [one for one in prompt if not 0 <= one < renderer.num_tokens]:
+            raise Refused(f"prompt: there is no token {unknown[0]}; ids are 0 to {renderer.num_tokens - 1}")
+        return np.asarray(prompt, np.int32)
 
     def _begun_ids(self, seat: AgentName, ask: Ask, plan: PromptPlan, begun: str) -> IntArray:
         renderer = self._voice(seat, ask.tools).spec.renderer
@@ -431,13 +444,17 @@ class EpisodeDoor:
         prompt = Prompt(plan.ids, parent, plan.thread)
         act = Act(self._ledger.next_act(), tags)
         call = await voice.caller.call(prompt, act, self._max_tokens(replies), stop=ask.stop)
-        parts = read_reply(
-            call.text,
-            begun=replies.begun,
-            hidden=replies.hidden,
-            tools=ask.tools,
-            syntax=voice.spec.syntax,
-            stop=ask.stop,
+        parts = (
+            plain_reply(call.text, ask.stop)
+            if ask.prompt is not None
+            else read_reply(
+                call.text,
+                begun=replies.begun,
+                hidden=replies.hidden,
+                tools=ask.tools,
+                syntax=voice.spec.syntax,
+                stop=ask.stop,
+            )
         )
         turn = await voice.caller.record(call, valid=not parts.faulty, known=False)
         self._ledger.note(turn, found(format_error=parts.faulty))

@@ -177,6 +177,20 @@ class SeatHistory:
             thinking=thinking or (parent is not None and parent.thinking),
         )
 
+    def plan_of(self, ids: IntArray, *, session: str = "") -> PromptPlan:
+        """Makes a prompt of the client's own ids: it continues the turn that it begins with, if there is one."""
+        parent = self._begun_by(ids)
+        return PromptPlan(
+            ids=ids,
+            key=_digest(self._seat, "ids", ids.tobytes()),
+            loose_key=_digest(self._seat, ids.tobytes()),
+            parent=parent,
+            continuity="extends" if parent else "root",
+            thread=parent.thread if parent else self._new_thread(),
+            lane=self._lanes.setdefault(("ids", session), len(self._lanes)),
+            thinking=parent is not None and parent.thinking,
+        )
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """A block whose plans number no lane and no thread."""

@@ -46,11 +46,7 @@ def read_reply(
 ) -> ReplyParts:
     """Reads a sampled text. `begun`: words before it that were given to the model; the first `hidden` characters of the
     whole are not delivered. `stop`: the client's stop texts, which the reply does not hold."""
-    ends = [(text.find(one), one) for one in stop if one in text]
-    stopped_by = ""
-    if ends:
-        end, stopped_by = min(ends)
-        text = text[:end]
+    text, stopped_by = _stopped(text, stop)
     whole = begun + text
     begin = max(hidden, spoken_from(whole))
     thought = whole[hidden:begin].removesuffix("</think>").strip().removeprefix("<think>").strip()
@@ -61,6 +57,18 @@ def read_reply(
         return ReplyParts(text=spoken, thought=thought, stopped_by=stopped_by, faulty=bool(found))
     prose = whole[begin : begin + calls[0].start].strip()
     return ReplyParts(text=prose, thought=thought, calls=tuple(calls), stopped_by=stopped_by)
+
+
+def plain_reply(text: str, stop: Sequence[str] = ()) -> ReplyParts:
+    """A sampled text as it is, up to the client's first stop text."""
+    text, stopped_by = _stopped(text, stop)
+    return ReplyParts(text=text, stopped_by=stopped_by)
+
+
+def _stopped(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text before its first stop text, and that."""
+    end, stopped_by = min(((text.find(one), one) for one in stop if one in text), default=(len(text), ""))
+    return text[:end], stopped_by
 
 
 def _objects(found: Sequence[Found], tools: Mapping[str, OfferedTool]) -> list[ToolCall] | None:

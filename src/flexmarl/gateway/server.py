@@ -1,8 +1,9 @@
 """Runs the gateway's HTTP: an ASGI application on Starlette, and uvicorn around it.
 
-    POST /e/KEY/SEAT/v1/chat/completions | responses | messages | messages/count_tokens
+    POST /e/KEY/SEAT/v1/chat/completions | completions | responses | messages | messages/count_tokens
     GET  /e/KEY/SEAT/v1/models, /v1/responses/ID;  DELETE /v1/responses/ID
     /episodes/...                                  for whoever drives episodes: driving.py
+    GET  /openapi.json                             all of this, described for programs
 
 consumes     requests of programs that play seats
 waits for    the replies of the episode's door, and the client that reads them
@@ -28,12 +29,13 @@ from starlette.types import Receive, Scope, Send
 from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import described
 from flexmarl.events.safe_json import parse_json
-from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, seat_of
+from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, check_origin, seat_of
 from flexmarl.gateway.dialects import DIALECTS, Dialect
 from flexmarl.gateway.dialects.base import Answer, Ask, Refused, by_words
 from flexmarl.gateway.driving import EpisodesApp
 from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.heard import Replies
+from flexmarl.gateway.openapi import description
 from flexmarl.gateway.sessions import Sessions
 from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse
 
@@ -48,7 +50,16 @@ def seats_alone(sessions: Sessions) -> Starlette:
 def application(sessions: Sessions) -> Starlette:
     """The ASGI application of a gateway."""
     episodes = EpisodesApp(sessions)
-    routes = [Route("/episodes", episodes), Mount("/episodes", app=episodes)]
+    described = JSONResponse(description())
+
+    async def describe(request: Request) -> Response:
+        try:
+            check_origin(request.headers, hosts=sessions.settings.hosts)
+        except Refused as refused:
+            return JSONResponse(DIALECTS["chat/completions"].error(refused), refused.status)
+        return described
+
+    routes = [Route("/episodes", episodes), Mount("/episodes", app=episodes), Route("/openapi.json", describe)]
     return Starlette(routes=[Mount("/e", app=DoorApp(sessions)), *routes])
 
 
@@ -190,9 +201,8 @@ def _served(door: EpisodeDoor, replies: Replies) -> Iterator[HandedOver]:
 
 def _dialect_of(address: DoorAddress | None, headers: Mapping[str, str]) -> Dialect:
     endpoint = address.endpoint if address else ""
-    if endpoint.startswith("messages") or (endpoint not in DIALECTS and "anthropic-version" in headers):
-        return DIALECTS["messages"]
-    return DIALECTS["responses" if endpoint.startswith("responses") else "chat/completions"]
+    named = next((name for name in DIALECTS if endpoint == name or endpoint.startswith(f"{name}/")), None)
+    return DIALECTS[named or ("messages" if "anthropic-version" in headers else "chat/completions")]
 
 
 def _models(door: EpisodeDoor, *, anthropic: bool) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, WithJsonSchema
 
 from flexmarl.agents.chat import SaidCall
 from flexmarl.gateway.dialects.base import (
     Answer,
     Ask,
     Body,
+    Content,
     Cut,
     Frame,
     Refused,
@@ -38,12 +39,28 @@ _ROLES = {"system": "system", "ctx": "system", "developer": "system", "user": "u
 """Claude Code sends `system`, `ctx` and `msg` in the middle of the list too."""
 
 
+MessageObject = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["user", "assistant"]},
+                "content": TypeAdapter(Content).json_schema(),
+            },
+            "required": ["role", "content"],
+        }
+    ),
+]
+"""A message, by its usual form."""
+
+
 class MessagesBody(Body):
     """The fields that are read."""
 
     model: str = ""
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: Any = None
+    messages: list[MessageObject] = Field(min_length=1)
+    system: Content = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     max_tokens: int | None = Field(default=None, ge=1)
@@ -58,6 +75,7 @@ class Messages:
     """The dialect of Anthropic's messages."""
 
     name = "messages"
+    body = MessagesBody
     heartbeat = 'event: ping\ndata: {"type": "ping"}\n\n'
 
     def ask(self, body: Any) -> Ask:

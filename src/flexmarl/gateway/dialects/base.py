@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
 
 from flexmarl.agents.chat import SaidCall
 from flexmarl.errors import EpisodeError, FlexmarlError, is_unicode
@@ -18,6 +18,17 @@ from flexmarl.tools.interface import BoundTool, ToolContext
 
 MOST_CHOICES = 128
 """Most replies to one request."""
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Content = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]})
+]
+"""Content of a message, by its usual form; others are read, or refused by name (`text_of_parts`)."""
 
 
 class Refused(FlexmarlError):
@@ -74,7 +85,9 @@ class OfferedTool:
 class Ask:
     """A request, in no dialect."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[Said, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    """What the model continues, where the client writes it itself, as words or as ids. Then there are no messages."""
     model: str = ""
     tools: tuple[OfferedTool, ...] = ()
     must_call: str | None = None
@@ -151,6 +164,11 @@ class Dialect(Protocol):
     @property
     def name(self) -> str:
         """Name in the tag `dialect`."""
+        ...
+
+    @property
+    def body(self) -> "type[Body]":
+        """The fields that are read."""
         ...
 
     @property

@@ -11,6 +11,7 @@ from flexmarl.gateway.dialects.base import (
     Answer,
     Ask,
     Body,
+    Content,
     Cut,
     Frame,
     Refused,
@@ -32,7 +33,7 @@ class ChatMessage(Body):
     """One message of the body."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Any = None
+    content: Content = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str = ""
     reasoning_content: str | None = None
@@ -71,6 +72,7 @@ class ChatCompletions:
     """The dialect of chat completions."""
 
     name = "chat"
+    body = ChatBody
     heartbeat = ": waiting\n\n"
 
     def ask(self, body: Any) -> Ask:

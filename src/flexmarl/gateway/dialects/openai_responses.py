@@ -50,6 +50,7 @@ class Responses:
     """The dialect of OpenAI's responses."""
 
     name = "responses"
+    body = ResponsesBody
     heartbeat = ": waiting\n\n"
 
     def ask(self, body: Any) -> Ask:
