@@ -1,15 +1,18 @@
 """Residents on a real Ray: the laws of a cluster, errors that say what would work, a Ray that others started."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from flexmarl.cluster.backends.ray import RayCluster, ray_cluster
 from flexmarl.cluster.interface import Resident
@@ -88,6 +91,28 @@ def test_an_address_where_nobody_listens_is_named() -> None:
 
 def test_ray_workers_keep_the_laws_of_a_cluster(short_root: Path) -> None:
     play(PRIVATE, short_root, lambda cluster: check_cluster(cluster, kill), residents=3)
+
+
+def test_ray_is_shut_down_when_nobody_waits_for_a_result(short_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A result whose last reference goes while Ray shuts down makes Ray end the process at once.
+    shutdown, waited_for = ray.shutdown, list[Any]()
+
+    def shut_down() -> None:
+        results = [one for one in gc.get_objects() if type(one) is Future and hasattr(one, "object_ref")]
+        waited_for.append(results)
+        shutdown()
+
+    async def act(cluster: RayCluster) -> None:
+        residents = await cluster.spawn([probe("first"), probe("second")])
+        waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
+        await asyncio.sleep(0.2)
+        monkeypatch.setattr(ray, "shutdown", shut_down)
+        await cluster.close()
+        for wait in waits:
+            await raised(wait, WorkerError)
+
+    play(PRIVATE, short_root, act, residents=2)
+    assert waited_for == [[]]
 
 
 @pytest.mark.parametrize("vital", ["gcs_server", "raylet"])

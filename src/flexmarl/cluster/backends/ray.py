@@ -243,9 +243,11 @@ class RayCluster:
         for watch in self._watches:
             watch.cancel()
         await self._here.close()
-        for resident in list(self._residents):
+        residents = list(self._residents)
+        for resident in residents:
             resident.end("was stopped")
         await self._agents.close()
+        await all_of(resident.quiet() for resident in residents)
         with suppress(WorkerError):
             await self._ask(self._ray.close, timeout=STOP_S)
         self._thread.close()

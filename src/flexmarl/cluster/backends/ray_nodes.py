@@ -248,6 +248,9 @@ class RayAgents:
             await self._report_fetches(home)
         agents, self._agents = list(self._agents.values()), {}
         await all_of(agent.remote.close() for agent in agents)
+        for agent in agents:
+            agent.end("was stopped")
+        await all_of(agent.quiet() for agent in agents)
 
     def _agent(self, node: ClusterNode) -> RayResident[NodeAgent]:
         assert self._home is not None

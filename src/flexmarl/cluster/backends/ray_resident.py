@@ -29,6 +29,8 @@ from flexmarl.records import WorkerId
 T = TypeVar("T")
 # Ray gives its own processes 30 s to start, and the process of an actor 60 s.
 START_S = 90.0
+# Ray ends the calls to a process that it has ended within milliseconds.
+QUIET_S = 2.0
 # Calls to one resident beyond this number wait in Ray.
 CALLS_AT_ONCE = 4096
 NAMED = frozenset({ResidentKind.NODE, ResidentKind.STORE})
@@ -70,6 +72,7 @@ class RayResident(Generic[T]):
         self._place = ResidentPlace(node=slot.node.name, pid=0)
         self._on_end, self._process_ended = on_end, process_ended
         self._pending: set[asyncio.Future[Any]] = set()
+        self._num_asked, self._quiet = 0, asyncio.Event()
         self._end_reason: str | None = None
         self._made = False
         self._actor = start_actor(spec, slot, host)
@@ -99,7 +102,7 @@ class RayResident(Generic[T]):
         """Makes the hosted object; raises the error of its `make`. From then on the death of the process is a loss."""
         answer(await self._reply(self._actor.make_hosted.remote(packed(self._spec.make))), name=str(self))
         self._made = True
-        self._actor.hold_on.remote().future().add_done_callback(self._threadsafe(self._died))
+        self._when_done(self._actor.hold_on.remote(), self._died)
 
     async def cross(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the actor: the `Channel` of the resident's proxy."""
@@ -111,6 +114,17 @@ class RayResident(Generic[T]):
     async def stop(self) -> None:
         self.end("was stopped")
         await self._process_ended(self._place.pid)
+
+    async def quiet(self) -> None:
+        """Waits until Ray has ended every call to it, but no longer than `QUIET_S`.
+
+        Ray must not be shut down before: a reference to a result that goes while it shuts down ends this process.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_S):
+                while self._num_asked:
+                    self._quiet.clear()
+                    await self._quiet.wait()
 
     def end(self, how: str, *, lost: str | None = None) -> None:
         """Ends the process, unless it has ended. Calls under way and later ones raise WorkerError.
@@ -134,7 +148,7 @@ class RayResident(Generic[T]):
         """Waits for the actor's answer. `await ref` would miss an end that Ray itself has not noticed."""
         call = self._loop.create_future()
         self._pending.add(call)
-        ref.future().add_done_callback(self._threadsafe(lambda done: self._settle(call, done)))
+        self._when_done(ref, lambda done: self._settle(call, done))
         try:
             return await call
         finally:
@@ -152,14 +166,21 @@ class RayResident(Generic[T]):
         because = reason(done.exception())
         self.end(f"died: {because}", lost=because)
 
-    def _threadsafe(self, then: Callable[[Future[Any]], None]) -> Callable[[Future[Any]], None]:
-        """Wraps `then` so that it runs on the event loop, whichever thread Ray calls it on."""
+    def _when_done(self, ref: ray.ObjectRef, then: Callable[[Future[Any]], None]) -> None:
+        """Has `then` called on the event loop when Ray has ended a call, whichever thread Ray tells it on."""
+
+        def heard(future: Future[Any]) -> None:
+            self._num_asked -= 1
+            if not self._num_asked:
+                self._quiet.set()
+            then(future)
 
         def done(future: Future[Any]) -> None:
             with suppress(RuntimeError):  # the event loop has ended, so nobody waits
-                self._loop.call_soon_threadsafe(then, future)
+                self._loop.call_soon_threadsafe(heard, future)
 
-        return done
+        self._num_asked += 1
+        ref.future().add_done_callback(done)
 
 
 @lru_cache
