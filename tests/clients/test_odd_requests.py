@@ -45,7 +45,7 @@ class Asker:
             database=None,
             derandomize=True,
             phases=[Phase.generate],
-            suppress_health_check=[*HealthCheck],
+            suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: Any) -> None:

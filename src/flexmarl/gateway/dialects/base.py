@@ -87,7 +87,7 @@ class Ask:
 
     messages: tuple[Said, ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    """What the model continues, where the client writes it itself, as words or as ids. Then there are no messages."""
+    """The whole prompt where the client writes it itself, in words or in ids. Then there are no messages."""
     model: str = ""
     tools: tuple[OfferedTool, ...] = ()
     must_call: str | None = None
