@@ -45,7 +45,7 @@ class Asker:
             database=None,
             derandomize=True,
             phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: Any) -> None:
