@@ -13,7 +13,7 @@ unblocked by the answer; the client that goes, after `patience_s`; the end of th
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -108,6 +108,8 @@ class EpisodeDoor:
         self._num_calls = 0
         self._secret = secrets.token_hex(8)
         self.ended = False
+        self.closed: Callable[[], None] = lambda: None
+        """Called when every sampled token has its place in the account."""
 
     @property
     def seats(self) -> Mapping[str, SeatAddress]:
@@ -201,7 +203,10 @@ class EpisodeDoor:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["EpisodeDoor"]:
-        """Serves requests for the length of a block; afterwards every sampled token has its place in the account."""
+        """Serves requests for the length of a block; afterwards every sampled token has its place in the account.
+
+        If the episode is cancelled meanwhile, that is so as soon as the engines have ended its calls.
+        """
         try:
             async with task_block() as self._tasks:
                 try:
@@ -212,9 +217,11 @@ class EpisodeDoor:
                         self._give_up(one)
         finally:
             self.ended = True
-            with Outside():
-                await self._heard.settle()
-            self._close_account()
+            try:
+                with Outside():
+                    await self._heard.settle()
+            finally:
+                self._heard.when_settled(self._close_account)
 
     def begin(self, seat: str, ask: Ask, dialect: Dialect, *, body: str, retries: bool, session: str) -> Replies:
         """Begins to serve a request, or finds the earlier one that it repeats. `body`: its digest.
@@ -497,6 +504,7 @@ class EpisodeDoor:
                 self._ledger.leave_out(sample_id, because)
                 row = AccountRow(seat=replies.seat, tokens=tokens, fate="undelivered", because=because)
             self.account.add(sample_id, row)
+        self.closed()
 
     def _read(self, replies: Replies, turn: Turn | None) -> int:
         """Tokens of a reply whose text was sent before its client went."""

@@ -7,6 +7,7 @@ unblocked by the answer, or the end of the request
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -87,8 +88,23 @@ class HeardGenerate:
         return generation
 
     async def settle(self) -> None:
-        """Waits for the tokens of the calls that were given up."""
-        for sample_id, answer in self.left.items():
-            await asyncio.wait([answer])
-            with suppress(EngineError, asyncio.CancelledError):
-                self._account.sampled[sample_id] = len(answer.result().response_ids)
+        """Waits for the answers of the calls that were given up."""
+        if self.left:
+            await asyncio.wait(self.left.values())
+
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """Calls `then` when the tokens of all calls are known: at once, or when the last call has ended."""
+
+        def count(_: object = None) -> None:
+            if not all(answer.done() for answer in self.left.values()):
+                return
+            for sample_id, answer in self.left.items():
+                with suppress(EngineError, asyncio.CancelledError):
+                    self._account.sampled[sample_id] = len(answer.result().response_ids)
+            then()
+
+        under_way = [answer for answer in self.left.values() if not answer.done()]
+        for answer in under_way:
+            answer.add_done_callback(count)
+        if not under_way:
+            count()

@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from flexmarl.agents.caller import AgentSpec
@@ -102,6 +103,7 @@ class Sessions:
             runners=self._runners,
             reward_key=self._new_key(),
         )
+        door.closed = partial(self._account_closed, door, context)
         self._doors[door.key] = self._episodes[context.episode] = door
         try:
             async with door.opened():
@@ -111,11 +113,17 @@ class Sessions:
             if self._episodes.get(context.episode) is door:
                 del self._episodes[context.episode]
             self._ended.append(door.key)
-            self._shut[context.episode] = door.reward_key, door.shown()
-            while len(self._shut) > REMEMBERED_KEYS:
-                del self._shut[next(iter(self._shut))]
-            if self._events is not None:
-                self._events.emit(account_event(door.account, context))
+            self._remember(door, context)
+
+    def _account_closed(self, door: EpisodeDoor, context: EpisodeContext) -> None:
+        self._remember(door, context)
+        if self._events is not None:
+            self._events.emit(account_event(door.account, context))
+
+    def _remember(self, door: EpisodeDoor, context: EpisodeContext) -> None:
+        self._shut[context.episode] = door.reward_key, door.shown()
+        while len(self._shut) > REMEMBERED_KEYS:
+            del self._shut[next(iter(self._shut))]
 
     def door(self, key: str) -> EpisodeDoor:
         """The open door of a key. Raises Refused with 410 for one that was shut, with 401 for any other."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec, Workflow, workflow
 from flexmarl.agents.characters import END, character_renderer
+from flexmarl.agents.doors import Doors
 from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.wire import PRODUCTION, wire
 from flexmarl.assemble.world import Residents, World, world_of
@@ -258,6 +259,10 @@ class ScriptedRun:
         """Specifies the rollout workers; none: the controller plays. Subclasses that have some override it."""
         return ()
 
+    def open_doors(self) -> Doors | None:
+        """Opens the doors of the run's world; None: no program plays. Subclasses with a gateway override it."""
+        return None
+
     def make_pool(self, *instances: Any, **how: Any) -> InferencePool:
         """Makes the pool of the run's world. Subclasses with another pool override it."""
         return InferencePool(*instances, **how)
@@ -287,7 +292,8 @@ class ScriptedRun:
             self.events,
             make_pool=self.make_pool,
             players=self.players(),
-        ) as self.world:
+        ) as world:
+            self.world = replace(world, doors=self.open_doors())
             start = None
             if self._resumes:
                 start = await resume(checkpoints, self.trainers, self.store, events=self.events, say=self.lines.append)

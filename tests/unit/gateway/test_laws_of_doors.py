@@ -212,16 +212,19 @@ class AbortForgotten(HeardGenerate):
     async def settle(self):
         pass
 
+    def when_settled(self, then):
+        then()
+
 
 class CopyPerLeaf(EpisodeDoor):
     """Every turn that another one continues is counted with each of them."""
 
     def _close_account(self):
-        super()._close_account()
         for one in self._replies.values():
             if one.plan.parent and one.exchange.delivered:
                 copy = AccountRow(seat=one.seat, tokens=len(one.plan.parent.response_ids), fate="delivered")
                 self.account.rows[SampleId(f"copy-{one.name}")] = copy
+        super()._close_account()
 
 
 class EarlyEnd(EpisodeDoor):

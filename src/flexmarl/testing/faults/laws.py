@@ -20,7 +20,7 @@ from flexmarl.errors import (
     TransitionError,
     WorkerError,
 )
-from flexmarl.events.group_events import EpisodeLost, GroupExpired
+from flexmarl.events.group_events import EpisodeAccount, EpisodeFailed, EpisodeLost, GroupExpired
 from flexmarl.events.run_events import FaultStruck, Resumed, StepEnded
 from flexmarl.events.serving_events import InstanceLost
 from flexmarl.experience.interface import Row
@@ -28,6 +28,7 @@ from flexmarl.records import (
     ROW_TERMINAL,
     EpisodeId,
     FinishReason,
+    GenerationRequest,
     IntArray,
     PolicyName,
     Purpose,
@@ -211,7 +212,7 @@ def law_7_rows_hold_what_engines_sampled(story: Story) -> Iterator[str]:
     answers: dict[str, list[Answered]] = defaultdict(list)
     for engine in (engine for life in story.lives for engine in life.engines.values()):
         for request in engine.asked:
-            prompts[request.request_id] = request.prompt_ids[: len(request.prompt_ids) - request.offset]
+            prompts[request.request_id] = prompt_of(request)
         for answered in engine.answered:
             answers[answered.request.request_id].append(answered)
     for row in story.rows:
@@ -220,11 +221,18 @@ def law_7_rows_hold_what_engines_sampled(story: Story) -> Iterator[str]:
         if row.version is None:
             continue
         num_tokens = len(row.values["response_ids"])
-        if num_tokens not in {a.request.offset + len(a.generation.response_ids) for a in answers[row.sample_id]}:
+        # A program may ask for something else when its episode is played again after a resumption.
+        asked = [one for one in answers[row.sample_id] if _same(row.values["prompt_ids"], prompt_of(one.request))]
+        if num_tokens not in {a.request.offset + len(a.generation.response_ids) for a in asked}:
             yield f"{row.sample_id} has {num_tokens} tokens, no engine's answer ended there"
-        for answered in answers[row.sample_id]:
+        for answered in asked:
             if strays := [name for name in _SAMPLED if not _agrees(row, answered, name)]:
                 yield f"{row.sample_id}: its {', '.join(strays)} are not those that an engine sampled"
+
+
+def prompt_of(request: GenerationRequest) -> IntArray:
+    """The prompt without the tokens that another instance sampled."""
+    return request.prompt_ids[: len(request.prompt_ids) - request.offset]
 
 
 _SAMPLED = ("response_ids", "logprobs", "raw_logprobs")
@@ -271,7 +279,10 @@ def law_8_credit_compares_within_a_task(story: Story) -> Iterator[str]:
 
 
 def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
-    """Every trained row is a whole answer with a reward. A failed row has no reward, and a reason."""
+    """Every trained row is a whole answer with a reward. A failed row has no reward, and a reason.
+
+    A failed call fails its episode, but for calls of programs, who may ask for something else.
+    """
     good = {
         generation.request_id
         for life in story.lives
@@ -280,6 +291,8 @@ def law_11_what_failed_is_not_trained(story: Story) -> Iterator[str]:
         if (generation := answered.generation).finish in GOOD
     }
     failed_episodes = {split_sample_id(row.sample_id)[2] for row in story.rows if row.state is RowState.FAILED}
+    failed_episodes -= {event.episode for life in story.lives for event in life.of(EpisodeAccount)}
+    failed_episodes |= {event.episode for event in story.lives[-1].of(EpisodeFailed)}
     for row in story.rows:
         if row.state is RowState.FAILED and ("reward" in row.values or not row.reason):
             yield f"{row.sample_id} failed, with reward {row.values.get('reward')} and reason {row.reason!r}"
@@ -321,6 +334,33 @@ def law_13_every_sampled_token_is_accounted_for(story: Story) -> Iterator[str]:
                 yield f"{request.request_id} failed without a reason"
             elif len(row.values.get("response_ids", ())) < end:
                 yield f"{request.request_id}: {name} sampled {end} tokens, its row has fewer"
+    yield from _accounts(story)
+
+
+def _accounts(story: Story) -> Iterator[str]:
+    """The account of an episode that programs played is the sum of its parts, and of its rows; what nobody read is not
+    trained."""
+    last = story.lives[-1]
+    rows, trained, turns = Counter[EpisodeId](), Counter[EpisodeId](), Counter[EpisodeId]()
+    for row in story.rows:
+        episode, tokens = EpisodeId(split_sample_id(row.sample_id)[2]), len(row.values.get("response_ids", ()))
+        rows[episode] += tokens
+        if row.state is RowState.TRAINED:
+            trained[episode] += tokens
+            turns[episode] += 1
+    replayed = {event.episode for event in last.of(EpisodeLost)}
+    for account in last.of(EpisodeAccount):
+        parts = account.delivered, sum(account.undelivered.values()), sum(account.failed.values())
+        if sum(parts) != account.sampled:
+            yield f"{account.episode}: {account.sampled} tokens were sampled, its account has {parts}"
+        if account.purpose is Purpose.EVALUATION or account.episode in replayed:
+            continue
+        if rows[account.episode] != account.sampled:
+            yield f"{account.episode}: {account.sampled} tokens were sampled, its rows have {rows[account.episode]}"
+        if trained[account.episode] > account.delivered:
+            yield f"{account.episode}: {account.delivered} tokens were read, {trained[account.episode]} are trained"
+        if turns[account.episode] > last.read.get(account.episode, 0):
+            yield f"{account.episode}: {turns[account.episode]} replies are trained, and its program has read fewer"
 
 
 LAWS: Mapping[str, Law] = {

@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -34,7 +35,7 @@ from flexmarl.events.run_events import WorkerLost
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.checkpoint import MANIFEST
-from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Task, WorkerId, split_trajectory_id
+from flexmarl.records import EpisodeId, GenerationRequest, InstanceId, PolicyName, Task, WorkerId, split_trajectory_id
 from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.modelled_trainer import ModelledProcessGroup, ModelledTrainer
@@ -50,6 +51,7 @@ from flexmarl.testing.faults.faulty import (
 )
 from flexmarl.testing.faults.injection import Injection
 from flexmarl.testing.faults.mutations import SOUND, Mutation
+from flexmarl.testing.faults.odd_programs import OddProgram, make_sessions
 from flexmarl.testing.faults.schedule import ENGINE_COSTS, HOME, OTHERS, Schedule
 from flexmarl.testing.faults.story import Life, Story
 from flexmarl.testing.faults.watched import Killed, MortalEvents, Pulse, WatchedEngine, WatchedTrainer
@@ -127,7 +129,7 @@ def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
             store = run.kept
             lives.append(run.live())
             if _is_over(lives) or len(lives) > len(schedule.plan.faults) + 2:
-                chance = bool(schedule.raising or schedule.forgetful or schedule.long_winded)
+                chance = bool(schedule.raising or schedule.forgetful or schedule.long_winded or schedule.programs)
                 return Story(settings=run.settings, chance=chance, lives=lives, rows=tuple(run.rows()), folder=name)
             if isinstance(lives[-1].error, CheckpointError):
                 shutil.rmtree(folder)  # The error asks for this; the run then starts from step 0.
@@ -158,7 +160,7 @@ class MortalRun(ScriptedRun):
     ) -> None:
         """`store` is the one of earlier lives, None in the first. `torn` is the fault that damaged their checkpoint."""
         super().__init__(
-            lambda task, team: play(task, team, schedule, injection),
+            self._play_task,
             lambda prompt, request: say(request, schedule),
             agents=schedule.agents,
             folder=folder,
@@ -168,6 +170,10 @@ class MortalRun(ScriptedRun):
         )
         self._schedule, self._injection, self._mutation = schedule, injection, mutation
         self._pulse, self._hung, self._torn = Pulse(), False, torn
+        self._app: Any = None
+        """Serves the doors, if programs play."""
+        self.read = Counter[EpisodeId]()
+        """Replies that programs have read to their end, by episode; one that is read twice counts twice."""
         self.kept = self.store
         """The store without its wrappers. It outlives this life."""
         self.events = MortalEvents(self._pulse)
@@ -210,7 +216,40 @@ class MortalRun(ScriptedRun):
             hung=hung,
             engines=self.watched,
             trainers=self.made,
+            read=self.read,
         )
+
+    async def _play_task(self, task: Task, team: Team) -> None:
+        if self._app is None:
+            await play(task, team, self._schedule, self._injection)
+        else:
+            await self._play_at_door(task, team)
+
+    async def _play_at_door(self, task: Task, team: Team) -> None:
+        """Lets a program play all seats; each reply that it got is rewarded for its own words."""
+        schedule, trajectory = self._schedule, team.context.trajectory_id
+        flat = poisoned_or_flat(task, self._injection)
+
+        def read(choices: int) -> None:
+            self.read[team.context.episode] += choices
+
+        async with team.door() as door:
+            random = Random(f"program {schedule.seed} {trajectory}")
+            await OddProgram(self._app, door, team, random, read).play(task.prompt, acts=2 * schedule.rounds)
+            await hang_as_planned(task, team, self._injection)
+            for call in door.calls:
+                if team.rng.random() >= schedule.forgetful:
+                    call.reward(1.0 if flat else task.score(call.text[:1]))
+        if team.rng.random() < schedule.raising:
+            raise ValueError("the workflow raised")
+        team.report(success=1.0)
+
+    def open_doors(self) -> Any:
+        """Opens the gateway of this life, if programs play."""
+        if not self._schedule.programs:
+            return None
+        doors, self._app = make_sessions(self._schedule.seed, self.events, self._mutation.door())
+        return doors
 
     async def strike(self) -> None:
         """Runs the faults that come by time."""
@@ -355,17 +394,28 @@ async def _strike(run: ScriptedRun) -> None:
     await run.strike()
 
 
-async def play(task: Task, team: Team, schedule: Schedule, injection: Injection) -> None:
-    """Plays a task: every agent speaks `rounds` times and is rewarded for its own words, unless a fault strikes."""
+def poisoned_or_flat(task: Task, injection: Injection) -> bool:
+    """True if all replies to the task are to be rewarded alike. Raises ValueError if it is to fail, as planned."""
     flat = "position" in task.data and injection.flattens(task.data["position"])
     if injection.befalls(FaultKind.POISON_TASK, task.input_id):
         raise ValueError("the task is poisoned, as planned")
-    words, first_attempt = task.prompt, split_trajectory_id(team.context.trajectory_id)[2] == 0
+    return flat
+
+
+async def hang_as_planned(task: Task, team: Team, injection: Injection) -> None:
+    """Does not return if the first attempt at the task is to hang."""
+    first_attempt = split_trajectory_id(team.context.trajectory_id)[2] == 0
+    if first_attempt and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
+        await asyncio.Event().wait()
+
+
+async def play(task: Task, team: Team, schedule: Schedule, injection: Injection) -> None:
+    """Plays a task: every agent speaks `rounds` times and is rewarded for its own words, unless a fault strikes."""
+    flat, words = poisoned_or_flat(task, injection), task.prompt
     first, *others = tuple(team)
     for _ in range(schedule.rounds):
         replies = [await first.act(words)]
-        if first_attempt and injection.befalls(FaultKind.HUNG_WORKFLOW, task.input_id):
-            await asyncio.Event().wait()
+        await hang_as_planned(task, team, injection)
         if schedule.parallel:
             replies += await asyncio.gather(*(seat.act(replies[0].text) for seat in others))
         else:

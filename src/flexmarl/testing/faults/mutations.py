@@ -54,6 +54,8 @@ class Mutation:
     cache: type[WatchedCache] = WatchedCache
     """The gradient cache of trainers."""
     settings: Callable[[RunSettings], RunSettings] = lambda settings: settings
+    door: Callable[[], Any] = lambda: None
+    """Makes the class of the doors at which programs play; None: the sound one. It needs the extra `gateway`."""
 
 
 class _FreesSlotWhenDone(Admission):
@@ -167,6 +169,29 @@ class _NeverShut(Gate):
         return None
 
 
+def _trains_unread_replies() -> Any:
+    from flexmarl.gateway.episode_door import EpisodeDoor
+
+    class TrainsUnread(EpisodeDoor):
+        def left(self, replies: Any, characters: int = 0) -> None:
+            self.delivered(replies)
+            super().left(replies, characters)
+
+    return TrainsUnread
+
+
+def _forgets_what_was_left() -> Any:
+    from flexmarl.gateway.episode_door import EpisodeDoor
+    from flexmarl.gateway.heard import HeardGenerate
+
+    class Forgetful(HeardGenerate):
+        def when_settled(self, then: Callable[[], None]) -> None:
+            self.left.clear()
+            then()
+
+    return type("ForgetfulDoor", (EpisodeDoor,), {"heard": Forgetful})
+
+
 SOUND = Mutation(name="sound", breaks="nothing")
 """The production rules."""
 MUTATIONS = (
@@ -225,6 +250,16 @@ MUTATIONS = (
         name="interrupted_call_lost",
         breaks="of a call that its workflow left, what was sampled is not written",
         pool=_ForgetsInterruptedCalls,
+    ),
+    Mutation(
+        name="unread_reply_trained",
+        breaks="a reply whose program went away is trained as if it had been read",
+        door=_trains_unread_replies,
+    ),
+    Mutation(
+        name="left_reply_unaccounted",
+        breaks="what was sampled for a program that went away is in no account",
+        door=_forgets_what_was_left,
     ),
     Mutation(name="credit_mixes_groups", breaks="a group's rewards are compared with another one's", settings=_mix),
 )

@@ -33,6 +33,8 @@ HOME, OTHERS = "home", ("left", "right")
 """Nodes of the runs that have several. Trainers are on the first one; another one may be lost."""
 PLAYED_ELSEWHERE = 0.3
 """Share of runs on several nodes, whose episodes are played by rollout workers."""
+PLAYED_BY_PROGRAMS = 0.2
+"""Share of the runs on one node whose seats are played by programs at doors."""
 LOSSES_WHILE_STREAMING = 0.05
 """Share of runs that stream credit to trainers that are swapped, and lose a trainer and a write of the store.
 
@@ -50,6 +52,8 @@ class Schedule:
     agents: Mapping[str, str]
     rounds: int
     """Number of times that every agent speaks in an episode."""
+    programs: bool = False
+    """True if programs play the seats, which misbehave."""
     parallel: bool
     """True if all agents but the first speak at the same time."""
     steps: int
@@ -91,10 +95,13 @@ def draw(seed: int, *, mode: str | None = None) -> Schedule:
 
 
 def _placed(run: Schedule) -> Schedule:
-    """Gives a share of the runs several nodes and rollout workers, and losses of these. All else is as it was drawn."""
+    """Gives a share of the runs several nodes, rollout workers and losses of these, and programs to some of the others.
+
+    All else is as it was drawn.
+    """
     random = Random(f"places {run.seed}")
     if random.random() >= PLAYED_ELSEWHERE:
-        return run
+        return replace(run, programs=Random(f"programs {run.seed}").random() < PLAYED_BY_PROGRAMS)
     workers = random.randint(1, 3)
     targets = _targets(run.instances, groups=run.groups, steps=run.steps, agents=len(run.agents))
     names = [f"{ResidentKind.ROLLOUT}/{number}" for number in range(workers)]

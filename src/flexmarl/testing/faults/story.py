@@ -11,7 +11,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.group_events import GroupAdmitted, GroupExpired, GroupFailed, GroupFiltered, GroupReady
 from flexmarl.events.run_events import CheckpointSaved, Resumed, StepEnded, StoreRewound
 from flexmarl.experience.interface import Row
-from flexmarl.records import InstanceId, PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
+from flexmarl.records import EpisodeId, InstanceId, PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
 from flexmarl.testing.faults.watched import WatchedEngine, WatchedTrainer
 from flexmarl.testing.scripted_run import ScriptedRun
 
@@ -30,6 +30,8 @@ class Life:
     engines: Mapping[InstanceId, WatchedEngine]
     """Engines by instance name."""
     trainers: Mapping[PolicyName, WatchedTrainer]
+    read: Mapping[EpisodeId, int] = field(default_factory=dict)
+    """The most replies that programs have got, by episode."""
 
     @property
     def finished(self) -> bool:

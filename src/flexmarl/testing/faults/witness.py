@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.events.event import Event
-from flexmarl.events.group_events import EpisodeLost, GroupExpired, GroupFailed, GroupFiltered, GroupRetried
+from flexmarl.events.group_events import (
+    EpisodeAccount,
+    EpisodeLost,
+    GroupExpired,
+    GroupFailed,
+    GroupFiltered,
+    GroupRetried,
+)
 from flexmarl.events.run_events import (
     CheckpointPassedOver,
     CheckpointRemoved,
@@ -78,10 +85,29 @@ def _deferred_and_lost(story: Story) -> bool:
     return False
 
 
+def _accounts(story: Story) -> list[EpisodeAccount]:
+    return [event for event in story.events if isinstance(event, EpisodeAccount)]
+
+
+def _lost_at_a_door(story: Story) -> bool:
+    """True if an instance was lost, and programs were served afterwards."""
+    lost = False
+    for event in story.events:
+        lost = lost or isinstance(event, InstanceLost)
+        if lost and isinstance(event, EpisodeAccount) and event.delivered:
+            return True
+    return False
+
+
 COMBINATIONS: Mapping[str, Callable[[Story], bool]] = {
     "losses_while_streaming": _losses_while_streaming,
     "batch_id_reused": _batch_id_reused,
     "deferred_and_lost": _deferred_and_lost,
+    "program_left": lambda story: any(one.undelivered for one in _accounts(story)),
+    "program_edited": lambda story: any(one.why for one in _accounts(story)),
+    "program_asked_again": lambda story: any(one.asks.keys() > {"new"} for one in _accounts(story)),
+    "program_was_failed": lambda story: any(one.failed and one.delivered for one in _accounts(story)),
+    "instance_lost_at_a_door": _lost_at_a_door,
 }
 """Conditions that must meet in one run before some laws can break. They rarely meet by chance."""
 
