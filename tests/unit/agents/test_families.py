@@ -24,7 +24,7 @@ NATIVE = {"qwen3": "tag", "hermes_marks": "tag", "qwen3_coder": "xml", "llama3":
 """Families whose template writes calls, and the syntax that reads them."""
 FAMILIES = {**NATIVE, "smollm2": "tag", "gemma2": "tag"}
 CALLS = (ToolCall("calculator", {"expression": "6*7"}), ToolCall("calculator", {"expression": "2**5"}))
-AGENT = {"tools": [{"type": "calculator"}], "memory": "full", "system": "Solve it."}
+AGENT = {"tools": [{"type": "calculator"}], "context": "full", "system": "Solve it."}
 every = pytest.mark.parametrize("family", FAMILIES)
 
 
