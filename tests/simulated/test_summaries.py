@@ -19,8 +19,8 @@ def say(prompt, request):
     return "ab"[request.seed % 2]
 
 
-def run(folder, *, steps, train_actions=True):
-    compact = {"limit_tokens": 30, "ask": "sum", "carry": "{summary}|", "train_actions": train_actions}
+def run(folder, *, steps, train_actions=True, limit_tokens=30):
+    compact = {"limit_tokens": limit_tokens, "ask": "sum", "carry": "{summary}|", "train_actions": train_actions}
     agent = {"policy": "solver", "sampling": {"max_tokens": 4}, "context": {"compact": compact}}
     workflow = {"type": "custom", "name": "scripted"}
     return ScriptedRun(
@@ -62,3 +62,9 @@ def test_a_run_that_is_resumed_ends_with_the_rows_and_weights_of_one_that_was_no
     later = fates(parts)
     assert len(later) == 2 * 12 * 5
     assert later == {one: fate for one, fate in fates(whole).items() if one in later}
+
+
+def test_where_characters_stand_for_tokens_a_text_that_does_not_fit_is_played_all_the_same(tmp_path):
+    played = run(tmp_path, steps=1, limit_tokens=10)
+    assert {row.state for row in played.rows()} == {RowState.TRAINED}
+    assert len(played.rows()) == 12 * 5, "as much is summed up as can be"

@@ -398,15 +398,16 @@ class Conversation:
         """Adds a message of someone else, or the results of the agent's calls, and sets `prompt_ids` and `parent` for
         the agent's next call. A message may follow the results.
 
-        Where the prompt is rendered anew, `parent` is None and a new `branch` begins.
+        Where the prompt is rendered anew, `parent` is None and a new `branch` begins. Raises ConfigError, and adds
+        nothing, if the template cannot render these roles.
         """
         extended = self._extended(answers)
-        self.messages.extend(answers)
         if self._last is not None and extended is not None:
             self.prompt_ids, self.parent = extended, self._last.sample_id
         else:
-            self.prompt_ids, self.parent = self._rendered(self.messages), None
+            self.prompt_ids, self.parent = self._rendered([*self.messages, *answers]), None
             self.branch = self._next_branch()
+        self.messages.extend(answers)
 
     def length_with(self, *answers: Message) -> int:
         """Tokens of the next prompt, if it is these messages that come."""

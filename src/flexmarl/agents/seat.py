@@ -27,7 +27,7 @@ from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move, unread
 from flexmarl.agents.remembering import ACTION, LEFT_OUT, CompactSettings, compaction_of, hiding_of, recall
 from flexmarl.agents.tool_use import ToolUse, use_tools
-from flexmarl.errors import EpisodeError
+from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.records import FinishReason, Scalar, Turn
 from flexmarl.tools import Found, ToolCall
 from flexmarl.tools.arguments import BadArguments, fitted
@@ -276,7 +276,15 @@ class Seat:
         system = [one for one in conversation.messages if one.role == "system"]
         history = conversation.messages[len(system) :]
         of_calls = heard[0].role == "tool"  # Results cannot stand without their calls, so the summary covers both.
-        conversation.receive(*(heard if of_calls else ()), Message("user", compact.ask))
+        asked = (*(heard if of_calls else ()), Message("user", compact.ask))
+        try:
+            conversation.receive(*asked)
+        except ConfigError:
+            if not of_calls:
+                raise
+            # Mistral's template has no place for a question behind results, so the last result holds it.
+            asking = heard[-1]._replace(content=f"{heard[-1].content}\n\n{compact.ask}")
+            conversation.receive(*heard[:-1], asking)
         turn, summary = await self._summarise(conversation, act, known=compact.train_actions)
         work.summaries.append(summary)
         if compact.train_actions:
