@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flexmarl.agents.chat import Conversation, Message
+from flexmarl.agents.chat import ChatRenderer, Conversation, Message
 from flexmarl.agents.context import Node
 from flexmarl.agents.remembering import HIDDEN, LEFT_OUT, CompactSettings, HideSettings
 from flexmarl.agents.settings import AgentSettings
@@ -15,6 +15,7 @@ from flexmarl.errors import ConfigError, EngineError, EpisodeError
 from flexmarl.records import Spoken, Task
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns
+from tests.unit.agents import tokenizers_for_tests as samples
 from tests.unit.agents.tables import CALCULATOR, RENDERER, context, says, spec, text
 
 ROUNDS = st.lists(
@@ -359,3 +360,23 @@ def test_the_most_that_can_ever_fit_is_taken():
 def test_a_context_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         AgentSettings.model_validate({"policy": "p", "sampling": {"max_tokens": 8}, "context": changes})
+
+
+def test_a_question_behind_results_extends_them_as_the_template_writes_it_in_this_conversation():
+    tokenizer = samples.characters(samples.NUMBERS_ROUNDS)
+    renderer = ChatRenderer(tokenizer)
+
+    def seated(room, *replies):
+        agent = {**CALCULATOR, "sampling": {"max_tokens": 20}, "context": room}
+        return spec({"solver": agent}, renderer=renderer).seat(context(says(*replies), tokenizer=tokenizer))
+
+    plain = seated("full", "calc(1+1)", "2")
+    play(plain, "1+1?")
+    limit = len(plain.turns[1].prompt_ids) - 1
+    team = seated({"compact": {**COMPACT, "limit_tokens": limit}}, "calc(1+1)", "ab", "2")
+    play(team, "1+1?")
+    said = [("user", "1+1?"), ("assistant", "calc(1+1)"), ("tool", "2"), ("user", "sum")]
+    asked = renderer.render([Message(role, content) for role, content in said])
+    assert team.turns[1].prompt_ids.tolist() == asked.tolist()
+    assert team.turns[1].parent == team.turns[0].sample_id
+    check_turns(team.turns)
