@@ -116,7 +116,7 @@ def test_demonstrations_have_the_ids_of_the_run_and_train_what_the_assistant_say
     for _ in range(50):
         messages = demonstration(rng)
         row = encode(tokenizer, messages)
-        said = [Message(one["role"], one["content"]) for one in messages]  # pyright: ignore[reportArgumentType]
+        said = [Message(one["role"], one["content"]) for one in messages]
         prompt = renderer.render(said[:-1])
         assert np.array_equal(row.ids[: len(prompt)], prompt)
         trained = tokenizer.decode(row.ids[row.trained])
