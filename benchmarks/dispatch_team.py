@@ -21,7 +21,7 @@ QUESTION = "How much is 3 + 4? Show how you got there, then say the number alone
 POLICIES = (PolicyName("solver"), PolicyName("verifier"))
 SETTINGS = {
     "agents": {
-        "solver": {"policy": "solver", "memory": "full", "system": "You solve sums, step by step."},
+        "solver": {"policy": "solver", "context": "full", "system": "You solve sums, step by step."},
         "verifier": {"policy": "verifier", "system": "You look for the mistake in an answer."},
     },
     "workflow": {"type": "sequential", "agents": ["solver", "verifier"]},

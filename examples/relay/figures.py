@@ -1,4 +1,4 @@
-"""Prints what runs of the relay came to, and draws their success over the steps.
+"""Prints what runs came to, of the relay or of the long notes, and draws their success over the steps.
 
     python -m examples.relay.figures curves.png runs/relay-20260131-142530 runs/relay-20260131-143021
 

@@ -92,6 +92,11 @@ GOALS = (
         "Raise the first two; `[length]` leaves cut replies out of training",
     ),
     (
+        "Conversations outgrow `max_len`",
+        "team.agents.NAME.context policies.NAME.engine.max_len",
+        "`{last: 2}` forgets acts, `{compact: ...}` lets the agent sum up, and trains it to ([context](context.md))",
+    ),
+    (
         "Rollout is slow, engines are idle",
         "rollout.inter_query rollout.intra_query policies.NAME.engine.slots",
         "Their product is the number of episodes that play at once: raise it until `slots` are in use",

@@ -31,6 +31,7 @@ EXAMPLES = [
     "plan_path/shared.yaml",
     "plan_path/tree.yaml",
     "relay/cpu.yaml",
+    "long_notes/cpu.yaml",
 ]
 SMALL = [
     "cluster={backend: inline, device: cpu, threads: 1}",

@@ -34,7 +34,7 @@ OVERRIDES = [
     *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 6, episodes: 6}"),
     *("rollout={inter_query: 6, intra_query: 6}", "evaluate.tasks=0", "team.workflow.name=talk"),
     "team.agents.solver.sampling.max_tokens=24",
-    "team.agents.writer={policy: two, system: write, memory: full, sampling: {max_tokens: 60}}",
+    "team.agents.writer={policy: two, system: write, context: full, sampling: {max_tokens: 60}}",
     "policies.one.instances=2",
     "policies.one.engine={type: embedded, slots: 4, max_len: 192}",
     "policies.two={model: model, instances: 1, engine: {type: embedded, slots: 4, max_len: 192}, "

@@ -31,7 +31,7 @@ OVERRIDES = [
     *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 4, episodes: 4}"),
     *("evaluate.tasks=0", "team.workflow.name=talk", f"checkpoint.every={STEPS}"),
     "team.agents.solver.sampling.max_tokens=40",
-    "team.agents.writer={policy: two, system: write, memory: full, sampling: {max_tokens: 60}}",
+    "team.agents.writer={policy: two, system: write, context: full, sampling: {max_tokens: 60}}",
     "policies.one={model: model, instances: 2, training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
     "policies.two={model: model, instances: 1, training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
 ]

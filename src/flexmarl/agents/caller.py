@@ -10,9 +10,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from flexmarl.agents.chat import ChatRenderer, Prompt
-from flexmarl.agents.context import EpisodeContext, Memory, call_seed, context_hash
+from flexmarl.agents.context import EpisodeContext, call_seed, context_hash
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Parser
+from flexmarl.agents.remembering import AgentContext
 from flexmarl.agents.workflow_tasks import Outside
 from flexmarl.errors import EngineError, EpisodeError, described, is_unicode, writable
 from flexmarl.records import (
@@ -58,7 +59,7 @@ class AgentSpec:
     """True: the messages before a task's prompt begin its conversations."""
     max_tool_calls: int = 0
     max_result_chars: int = 8192
-    memory: Memory = "none"
+    context: AgentContext = "none"
     trust_special: bool = False
     teller: "Teller | None" = None
     """Tells the agent of other tools than its own: those of a program that speaks for it. None: it has no settings."""

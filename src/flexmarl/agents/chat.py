@@ -344,7 +344,22 @@ def spoken_from(text: str) -> int:
     return len(text) if "<think>" in rest else len(text) - len(rest) if closed else 0
 
 
-__all__ = ["ChatOptions", "ChatRenderer", "Message", "Prompt", "Role", "SaidCall", "holds_thought", "spoken_from"]
+def results_in(messages: Sequence[Message]) -> int:
+    """Number of results of calls in the messages."""
+    return sum(message.role == "tool" for message in messages)
+
+
+__all__ = [
+    "ChatOptions",
+    "ChatRenderer",
+    "Message",
+    "Prompt",
+    "Role",
+    "SaidCall",
+    "holds_thought",
+    "results_in",
+    "spoken_from",
+]
 
 
 _NO_IDS: IntArray = np.zeros(0, dtype=np.int32)
@@ -360,8 +375,12 @@ class Conversation:
         next_branch: Callable[[], int],
         *,
         trust_special: bool = False,
+        forgotten_results: int = 0,
     ) -> None:
-        """`next_branch` gives the number of a new branch. `trust_special`: messages may spell control tokens."""
+        """`next_branch` gives the number of a new branch. `trust_special`: messages may spell control tokens.
+
+        `forgotten_results`: results of calls that the messages no longer hold.
+        """
         self.messages = [*messages]
         self.prompt_ids = _NO_IDS
         """[P] prompt of the next call."""
@@ -371,6 +390,7 @@ class Conversation:
         """Number of the branch. A prompt that is rendered anew starts a new one; -1 before the first prompt."""
         self._renderer, self._next_branch, self._trust_special = renderer, next_branch, trust_special
         self._last: Turn | None = None
+        self._forgotten_results = forgotten_results
         self._thinking = any(message.role == "assistant" and holds_thought(message.content) for message in messages)
 
     def copy(self, next_branch: Callable[[], int]) -> "Conversation":
@@ -381,20 +401,42 @@ class Conversation:
 
     def receive(self, *answers: Message) -> None:
         """Adds a message of someone else, or the results of the agent's calls, and sets `prompt_ids` and `parent` for
-        the agent's next call.
+        the agent's next call. A message may follow the results.
 
-        Where the prompt is rendered anew, `parent` is None and a new `branch` begins.
+        Where the prompt is rendered anew, `parent` is None and a new `branch` begins. Raises ConfigError, and adds
+        nothing, if the template cannot render these roles.
         """
-        last, trust = self._last, self._trust_special
-        extended = last and self._renderer.extend(
-            last.prompt_ids, last.response_ids, *answers, thinking=self._thinking, trust_special=trust
-        )
-        self.messages.extend(answers)
-        if last is not None and extended is not None:
-            self.prompt_ids, self.parent = extended, last.sample_id
+        extended = self._extended(answers)
+        if self._last is not None and extended is not None:
+            self.prompt_ids, self.parent = extended, self._last.sample_id
         else:
-            self.prompt_ids, self.parent = self._renderer.render(self.messages, trust_special=trust), None
+            self.prompt_ids, self.parent = self._rendered([*self.messages, *answers]), None
             self.branch = self._next_branch()
+        self.messages.extend(answers)
+
+    def length_with(self, *answers: Message) -> int:
+        """Tokens of the next prompt, if it is these messages that come."""
+        extended = self._extended(answers)
+        return len(self._rendered([*self.messages, *answers]) if extended is None else extended)
+
+    def _rendered(self, messages: Sequence[Message]) -> IntArray:
+        return self._renderer.render(messages, trust_special=self._trust_special)
+
+    def _extended(self, answers: Sequence[Message]) -> IntArray | None:
+        """The last prompt and response with what the answers add; None if the prompt must be rendered anew."""
+        last, trust = self._last, self._trust_special
+        if last is None:
+            return None
+        ids = (last.prompt_ids, last.response_ids)
+        if answers[0].role != answers[-1].role:  # No shape that was tried at start-up.
+            return self._renderer.bridge(self.messages[:-1], *ids, answers, trust_special=trust)
+        return self._renderer.extend(*ids, *answers, thinking=self._thinking, trust_special=trust)
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Goes on from other messages: the next prompt is rendered anew."""
+        self._forgotten_results = self.num_results - results_in(messages)
+        self.messages, self._last = [*messages], None
+        self._thinking = any(message.role == "assistant" and holds_thought(message.content) for message in messages)
 
     def answer(self, turn: Turn) -> None:
         """Adds the turn of the agent's call. Until `receive` or `end_message`, the next call continues the message."""
@@ -409,8 +451,8 @@ class Conversation:
 
     @property
     def num_results(self) -> int:
-        """Number of results of calls in the conversation."""
-        return sum(message.role == "tool" for message in self.messages)
+        """Number of results of calls in the conversation, those included that its messages no longer hold."""
+        return self._forgotten_results + results_in(self.messages)
 
     def end_message(self, text: str, calls: tuple[SaidCall, ...] = (), prose: str = "") -> None:
         """Adds `text`, the agent's message, which its last calls have completed. `prose`: its text before `calls`."""

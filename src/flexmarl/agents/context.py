@@ -1,4 +1,4 @@
-"""Context of one episode: the seed of every call, what an agent remembers, and who records the calls.
+"""Context of one episode: the seed of every call, and who records the calls.
 
 A seed depends on what the call is, never on when it is sent. Parallel calls finish in any order, and a resumed run
 plays its groups again: both must sample the same tokens.
@@ -8,11 +8,9 @@ EpisodeContext holds all that an episode is played with. Its Recorder is called 
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
-
-from pydantic import Field
+from typing import Any, Protocol
 
 from flexmarl.agents.doors import Doors
 from flexmarl.records import (
@@ -61,23 +59,6 @@ def task_seed(input_id: str) -> int:
 def _hash(*parts: int | str) -> int:
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-T = TypeVar("T")
-
-Memory = Literal["none", "full"] | Annotated[int, Field(ge=1)]
-"""Acts that an agent remembers. `none`: every act starts anew from the role prompt; `full`: all; n: the last n."""
-
-
-def recall(memory: Memory, acts: Sequence[T]) -> Sequence[T]:
-    """The acts that the next one starts from, oldest first.
-
-    >>> recall(2, ["a", "b", "c"])
-    ['b', 'c']
-    """
-    if memory == "none":
-        return acts[:0]
-    return acts if memory == "full" else acts[-memory:]
 
 
 TurnOf = Callable[[Generation], Turn]

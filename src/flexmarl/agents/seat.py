@@ -1,10 +1,12 @@
-"""Seat: one agent in one episode, with its memory, its tools and its rewards. Its acts give Replies.
+"""Seat: one agent in one episode, with its context, its tools and its rewards. Its acts give Replies.
 
 The tool-integrated loop of an act, with a budget of `max_tool_calls`:
 
     observation ──► prompt ──► generate ──► calls? ── no, or budget spent ──► Reply
                       ▲                        │ yes
                       └── results, as prompt ◄─┘  all calls of the message at once
+
+A prompt that passes the limit of `context.compact` is not sent: the agent writes a summary first, and goes on from it.
 """
 
 import asyncio
@@ -13,17 +15,19 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller, check_tags
-from flexmarl.agents.chat import Conversation, Message, SaidCall, spoken_from
-from flexmarl.agents.context import EpisodeContext, recall
+from flexmarl.agents.chat import Conversation, Message, SaidCall, results_in, spoken_from
+from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move, unread
+from flexmarl.agents.remembering import ACTION, LEFT_OUT, CompactSettings, compaction_of, hiding_of, recall
 from flexmarl.agents.tool_use import ToolUse, use_tools
-from flexmarl.errors import EpisodeError
+from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.records import FinishReason, Scalar, Turn
 from flexmarl.tools import Found, ToolCall
 from flexmarl.tools.arguments import BadArguments, fitted
@@ -38,10 +42,12 @@ class Reply:
     parsed: Any
     """Value that the agent's parser found in the text; None if it found none."""
     turns: tuple[Turn, ...]
-    """The turns of the act, one for each LLM call."""
+    """The turns of the act, one for each LLM call; those of summaries too, unless they are not trained on."""
     calls: tuple[ToolUse, ...]
     transcript: str
     """All messages and tool results of the act, in order: the work, which a verifier may see."""
+    summaries: tuple[str, ...] = ()
+    """The summaries that the agent wrote before or during the act, to make room (`context.compact`)."""
     finish: FinishReason
     """Finish reason of the last turn; `length` means that the text was cut."""
     unresolved: bool = False
@@ -75,6 +81,16 @@ class _Message:
     parsed: Any
 
 
+@dataclass(slots=True)
+class _Work:
+    """The parts of a reply so far."""
+
+    turns: list[Turn] = field(default_factory=list)
+    uses: list[ToolUse] = field(default_factory=list)
+    transcript: list[str] = field(default_factory=list)
+    summaries: list[str] = field(default_factory=list)
+
+
 class Seat:
     """An agent in one episode."""
 
@@ -90,20 +106,30 @@ class Seat:
         self._renderer = agent.renderer
         self._context = context
         self._ledger = ledger
+        self._begun: tuple[Message, ...] | None = None
+        """The messages that its last summary left it with; None before the first."""
+        self._forgotten = 0
+        """Results of calls before that."""
         self._acts: list[tuple[Message, ...]] = []
+        """The acts since then."""
         self._conversation: Conversation | None = None
         self._branches = 0
         self._acting = False
         task = context.task
         self._heard = "\n".join((*(one.content for one in task.opening), task.prompt))
 
+    @cached_property
+    def _writer(self) -> Caller:
+        """Makes its calls for summaries, in which the syntax of its tools ends nothing."""
+        return Caller(replace(self._agent, syntax=None), self._context, self._ledger)
+
     def act(self, observation: str, *, turn: int | None = None, **tags: Scalar) -> Coroutine[Any, Any, Reply]:
         """Answers an observation, with as many tool calls as the agent makes and the budget allows.
 
         The turns get these `tags`, and the number `turn`; without it, acts are numbered as they begin. Acts with one
-        number are simultaneous where turns are compared. Acts of one seat may overlap only if it has no memory. Raises
-        EngineError if a call could not be served, EpisodeError if it was aborted, a tool broke or the act was not
-        allowed. An act that is never awaited fails the episode.
+        number are simultaneous where turns are compared. Acts of one seat may overlap only if its context is none.
+        Raises EngineError if a call could not be served, EpisodeError if it was aborted, a tool broke or the act was
+        not allowed. An act that is never awaited fails the episode.
         """
         act, caller = self._act(observation, turn, tags), sys._getframe(1)
         self._ledger.make_act(act, caller.f_code.co_filename, caller.f_lineno)
@@ -117,13 +143,13 @@ class Seat:
         if turn is not None and type(turn) is not int:
             raise EpisodeError(f"turn must be a whole number, got {turn!r}; give another name to a tag of your own")
         check_tags(tags if turn is None else {"turn": turn, **tags})
-        if self._agent.memory == "none":
+        if self._agent.context == "none":
             self.last = await self._answer(self._open(), observation, turn, tags)
             return self.last
         if self._acting:
             raise EpisodeError(
-                f"agent {self.name!r} was asked to act while it acts, and it has a memory; "
-                "await the first act, or set its `memory` to none"
+                f"agent {self.name!r} was asked to act while it acts, and it remembers its acts; "
+                "await the first act, or set its `context` to none"
             )
         conversation, self._conversation, self._acting = self._open(), None, True
         before = len(conversation.messages)
@@ -131,14 +157,19 @@ class Seat:
             self.last = await self._answer(conversation, observation, turn, tags)
         finally:
             self._acting = False
-        # Only now, so that a failed act leaves nothing in the memory.
-        self._acts.append(tuple(conversation.messages[before:]))
+        # Only now, so that nothing of a failed act is remembered.
+        if self.last.summaries:
+            self._begun, self._acts = tuple(one for one in conversation.messages if one.role != "system"), []
+            self._forgotten = conversation.num_results - results_in(self._begun)
+        else:
+            self._acts.append(tuple(conversation.messages[before:]))
         self._conversation = conversation
         return self.last
 
     def inherit(self, other: "Seat") -> None:
-        """Copies the memory and the state of `other`, the same seat in another branch."""
-        self.last, self.state = other.last, deepcopy(other.state)
+        """Copies what `other`, the same seat in another branch, remembers, and its state."""
+        self.last, self.state, self._begun = other.last, deepcopy(other.state), other._begun
+        self._forgotten = other._forgotten
         self._acts, self._branches = [*other._acts], other._branches
         if other._conversation is not None:
             self._conversation = other._conversation.copy(self._next_branch)
@@ -148,17 +179,20 @@ class Seat:
         self._ledger.reward_agent(self.name, reward, part)
 
     def _open(self) -> Conversation:
-        """The conversation so far, or a new one if the memory drops some of its acts."""
-        kept = recall(self._agent.memory, self._acts)
+        """The conversation so far, or a new one if some of its acts are forgotten."""
+        kept = recall(self._agent.context, self._acts)
         if self._conversation is not None and len(kept) == len(self._acts):
             return self._conversation
         opening = self._context.task.opening if self._agent.hears_task else ()
         prompts = [self._agent.system, *(one.content for one in opening if one.role == "system")]
         system = [Message("system", "\n\n".join(filter(None, prompts)))] if any(prompts) else []
-        rounds = [Message(one.role, one.content) for one in opening if one.role != "system"]
+        rounds = self._begun or [Message(one.role, one.content) for one in opening if one.role != "system"]
         messages = [*system, *rounds, *(said for act in kept for said in act)]
+        forgotten = self._forgotten + sum(results_in(act) for act in self._acts[: len(self._acts) - len(kept)])
         trust = self._agent.trust_special
-        return Conversation(self._renderer, messages, self._next_branch, trust_special=trust)
+        return Conversation(
+            self._renderer, messages, self._next_branch, trust_special=trust, forgotten_results=forgotten
+        )
 
     def _next_branch(self) -> int:
         self._branches += 1
@@ -170,17 +204,15 @@ class Seat:
         """Runs the loop of the picture above."""
         number = self._ledger.next_act()
         act = Act(number if turn is None else turn, tags)
-        turns: list[Turn] = []
-        uses: list[ToolUse] = []
-        transcript: list[str] = []
-        conversation.receive(Message("user", observation))
+        work = _Work()
+        act = await self._hear(conversation, act, work, Message("user", observation))
         clock = asyncio.get_running_loop().time
         agent = self._agent
         while True:
-            left = max(0, agent.max_tool_calls - len(uses))
+            left = max(0, agent.max_tool_calls - len(work.uses))
             said = await self._speak(conversation, act, may_call=left > 0)
-            turns += said.turns
-            transcript.append(said.text)
+            work.turns += said.turns
+            work.transcript.append(said.text)
             if said.follows is Next.REPLY:
                 break
             began = clock()
@@ -194,26 +226,99 @@ class Seat:
                 most=agent.max_tool_calls,
                 most_chars=agent.max_result_chars,
             )
-            act = replace(act, hop=turns[0].hop, tool_s=clock() - began)
-            self._ledger.note(turns[-1], _faults(said.calls, used))
-            uses += used
-            transcript += [use.result for use in used]
-            conversation.receive(
-                *(
-                    Message("tool", use.result, call_id=call_id, name=use.name)
-                    for use, call_id in zip(used, said.call_ids, strict=True)
-                )
-            )
+            act = replace(act, hop=work.turns[0].act_hop, tool_s=clock() - began)
+            self._ledger.note(work.turns[-1], _faults(said.calls, used))
+            work.uses += used
+            work.transcript += [use.result for use in used]
+            results = [
+                Message("tool", use.result, call_id=call_id, name=use.name)
+                for use, call_id in zip(used, said.call_ids, strict=True)
+            ]
+            act = await self._hear(conversation, act, work, *results)
         return Reply(
             text=said.text,
             parsed=said.parsed,
-            turns=tuple(turns),
-            calls=tuple(uses),
-            transcript="\n".join(transcript),
-            finish=turns[-1].finish,
+            turns=tuple(work.turns),
+            calls=tuple(work.uses),
+            transcript="\n".join(work.transcript),
+            summaries=tuple(work.summaries),
+            finish=work.turns[-1].finish,
             unresolved=bool(said.calls),
             give=self._ledger.reward_turns,
         )
+
+    async def _hear(self, conversation: Conversation, act: Act, work: _Work, *heard: Message) -> Act:
+        """Adds what the agent hears, an observation or results of its calls. It writes a summary first if its next
+        prompt would pass the limit. Returns the act as its next call finds it."""
+        if hide := hiding_of(self._agent.context):
+            said = len(conversation.messages)
+            shown = hide.shown([*conversation.messages, *heard])
+            heard = tuple(shown[said:])
+            if shown[:said] != conversation.messages:
+                conversation.rewrite(shown[:said])
+        compact = compaction_of(self._agent.context)
+        if compact and (length := conversation.length_with(*heard)) > compact.limit_tokens:
+            if any(one.role != "system" for one in conversation.messages):
+                return await self._compact(conversation, act, work, heard, compact)
+            self._check_length(length, compact, "at the beginning of its conversation")
+        conversation.receive(*heard)
+        return act
+
+    async def _compact(
+        self,
+        conversation: Conversation,
+        act: Act,
+        work: _Work,
+        heard: Sequence[Message],
+        compact: CompactSettings,
+    ) -> Act:
+        """Asks the agent for a summary, from which the conversation goes on."""
+        system = [one for one in conversation.messages if one.role == "system"]
+        history = conversation.messages[len(system) :]
+        of_calls = heard[0].role == "tool"  # Results cannot stand without their calls, so the summary covers both.
+        asked = (*(heard if of_calls else ()), Message("user", compact.ask))
+        try:
+            conversation.receive(*asked)
+        except ConfigError:
+            if not of_calls:
+                raise
+            # Mistral's template has no place for a question behind results, so the last result holds it.
+            asking = heard[-1]._replace(content=f"{heard[-1].content}\n\n{compact.ask}")
+            conversation.receive(*heard[:-1], asking)
+        turn, summary = await self._summarise(conversation, act, known=compact.train_actions)
+        work.summaries.append(summary)
+        if compact.train_actions:
+            work.turns.append(turn)
+            act = replace(act, hop=turn.act_hop)
+        else:
+            self._ledger.leave_out(turn.sample_id, LEFT_OUT)
+        conversation.rewrite(system)
+        history, pending = ([*history, *heard], ()) if of_calls else (history, heard)
+        seen, length = list[Message](), 0
+        for seen in compact.continuations(history, summary, pending):
+            if (length := conversation.length_with(*seen)) <= compact.limit_tokens:
+                break
+        self._check_length(length, compact, "after a summary")
+        conversation.receive(*seen)
+        return replace(act, tool_s=0.0)
+
+    def _check_length(self, length: int, compact: CompactSettings, when: str) -> None:
+        # A stand-in's tokens are characters: they say little of the length that the prompt will have.
+        if length > compact.limit_tokens and not self._renderer.stands_in:
+            raise EpisodeError(
+                f"the prompt of agent {self.name!r} has {length} tokens {when}, and its context.compact.limit_tokens "
+                f"is {compact.limit_tokens}; raise it, or give the agent shorter texts"
+            )
+
+    async def _summarise(self, conversation: Conversation, act: Act, *, known: bool) -> tuple[Turn, str]:
+        """The turn of a call for a summary, and the summary without thoughts. `known`: other calls may depend on it."""
+        tags = {**act.tags, "action": ACTION}
+        call = await self._writer.call(conversation.prompt, replace(act, tags=tags), self._writer.sampling.max_tokens)
+        summary = call.text[spoken_from(call.text) :].strip()
+        turn = await self._writer.record(call, bool(summary), known=known)
+        mix = language_mix(turn.text, self._heard)
+        self._ledger.note(turn, found(format_error=not summary, language_mix=mix))
+        return turn, summary
 
     async def _speak(self, conversation: Conversation, act: Act, *, may_call: bool) -> _Message:
         """Samples one message of at most `max_tokens`.

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from flexmarl.agents.black_box import Command, Program, Service
-from flexmarl.agents.context import Memory
 from flexmarl.agents.interpret import Choice
 from flexmarl.agents.patterns import Custom, Iterative, Sequential, Turns
+from flexmarl.agents.remembering import AgentContext, compaction_of
 from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling
 from flexmarl.settings import Settings
@@ -81,14 +81,23 @@ class AgentSettings(Settings):
     hears_task: bool = True
     """True: its conversations begin with the messages that a task has before its prompt: a system prompt, which stands
     behind its role prompt, and earlier rounds."""
-    memory: Memory = "none"
-    """Acts of the episode that it remembers: none, full, or the number of the last ones."""
+    context: AgentContext = "none"
+    """Earlier acts of the episode that it sees. none: no act; full: all; or a section, e.g. {last: 2}."""
     parser: str | Choice = "text"
     """Parser of its final text: text, last_line, integer, boxed, json, a registered name, or a choice of words."""
     trust_special: bool = False
     """True: texts that it reads may spell control tokens, such as <|im_end|>; false: these stay text
     (docs/security.md)."""
     sampling: SamplingSettings = SamplingSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _memory_is_context(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and "memory" in given:
+            held = given["memory"]
+            instead = f"{{last: {held}}}" if type(held) is int else held
+            raise ValueError(f"`memory` is called `context` now; instead of memory: {held} write context: {instead}")
+        return given
 
     @field_validator("syntax", mode="before")
     @classmethod
@@ -101,6 +110,12 @@ class AgentSettings(Settings):
         names = [tool.name for tool in self.tools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"tools: two are called {min(repeated)!r}; give each its own `name`")
+        compact = compaction_of(self.context)
+        if compact and compact.limit_tokens <= self.sampling.max_tokens:
+            raise ValueError(
+                f"context.compact.limit_tokens must be above sampling.max_tokens, {self.sampling.max_tokens}, got "
+                f"{compact.limit_tokens}: a summary of that length must fit; use {2 * self.sampling.max_tokens} or more"
+            )
         single = {tool.name for tool in self.tools if not isinstance(tool, ToolSet)}
         if isinstance(self.syntax, FunctionSyntax) and (silent := single - set(self.syntax.names.values())):
             raise ValueError(
@@ -125,6 +140,8 @@ class TeamSettings(Settings):
         for name, agent in self.agents.items():
             if self.workflow.opens_doors and agent.tools:
                 raise ValueError(f"agents.{name}.tools: its program brings its own tools and runs them; remove them")
+            if self.workflow.opens_doors and agent.context != "none":
+                raise ValueError(f"agents.{name}.context: its program keeps its own history; remove it")
             if not name.isidentifier() or name.startswith("_") or name in reserved_names():
                 raise ValueError(
                     f"agents: {name!r} cannot name an agent; use letters, digits and _, and none of "

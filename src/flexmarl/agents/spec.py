@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexmarl.agents.caller import AgentSpec
-from flexmarl.agents.chat import ChatRenderer
+from flexmarl.agents.chat import ChatRenderer, Message
 from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.interpret import PARSERS
+from flexmarl.agents.remembering import compaction_of
 from flexmarl.agents.settings import AgentSettings, TeamSettings
 from flexmarl.agents.team import Team, Workflow
-from flexmarl.agents.telling import Teller, told_of_tools
+from flexmarl.agents.telling import Teller, Told, told_of_tools
 from flexmarl.errors import ConfigError
 from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
@@ -100,6 +101,27 @@ class TeamSpec:
         return Team(self.agents, context)
 
 
+def _check_room(settings: AgentSettings, told: Told) -> None:
+    """Raises ConfigError if even the shortest texts would not fit the limit of the agent's context after a summary."""
+    compact, renderer = compaction_of(settings.context), told.renderer
+    if compact is None or renderer.stands_in:
+        return
+    limit, system = compact.limit_tokens, [Message("system", told.system)] if told.system else []
+    said = [Message("user" if number % 2 else "assistant", "x") for number in range(min(compact.keep, limit))][::-1]
+    seen = list(compact.continuations(said, "x", [Message("user", "x")]))
+    kept, bare = (len(renderer.render([*system, *messages])) for messages in (seen[0], seen[-1]))
+    if bare > limit:
+        raise ConfigError(
+            f"context.compact.limit_tokens is {limit}, but the role prompt and a carried summary take at least {bare} "
+            f"tokens; raise it"
+        )
+    if kept > limit:
+        raise ConfigError(
+            f"context.compact.keep is {compact.keep}, but so many messages never fit beside role prompt and summary "
+            f"into limit_tokens={limit}; keep fewer, or raise limit_tokens"
+        )
+
+
 def _received(code: CodeFiles, contents: Mapping[str, Any]) -> TeamSpec:
     """Rebuilds a pickled TeamSpec in the process that it was sent to."""
     return TeamSpec(**contents)
@@ -114,6 +136,7 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
     try:
         parser = PARSERS[settings.parser] if isinstance(settings.parser, str) else settings.parser
         told = told_of_tools(settings, renderers[policy])
+        _check_room(settings, told)
     except ConfigError as error:
         raise ConfigError(f"team.agents.{name}.{error}") from None
     return AgentSpec(
@@ -128,7 +151,7 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         tools_note=told.note,
         max_tool_calls=settings.max_tool_calls if settings.tools else 0,
         max_result_chars=settings.max_result_chars,
-        memory=settings.memory,
+        context=settings.context,
         trust_special=settings.trust_special,
         hears_task=settings.hears_task,
         teller=Teller(settings, renderers[policy]),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
+from flexmarl.agents.remembering import compaction_of
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config.fits import adapter_misfits, credit_misfits, evaluation_misfits, has_key, overlap_misfits
@@ -236,6 +237,7 @@ class RunSettings(Settings):
             *self._policies_are_used(),
             *self._costs_are_of_policies(),
             *self._timed_agents_have_replies(),
+            *self._summaries_fit_engines(),
             *self._something_can_be_learned(),
             *self._critics_are_used(),
             *evaluation_misfits(self.evaluate, self.checkpoint, self.stop, training),
@@ -301,6 +303,24 @@ class RunSettings(Settings):
             given = self.simulation
             recorded = given.recorded is not None
             yield from fitting_replies(self.team.agents, given.replies, recorded=recorded, modelled=agents)[0]
+
+    def _summaries_fit_engines(self) -> Iterator[str]:
+        for agent, seat in self.team.agents.items():
+            compact, at = compaction_of(seat.context), f"team.agents.{agent}"
+            max_len = (
+                getattr(self.policies[seat.policy].engine, "max_len", None) if seat.policy in self.policies else None
+            )
+            if compact is None or max_len is None:
+                continue
+            # A reply follows the longest prompt, then `ask`, then the summary.
+            most = max_len - 2 * seat.sampling.max_tokens
+            if compact.limit_tokens >= most:
+                yield (
+                    f"{at}.context.compact.limit_tokens must be below {most}, got {compact.limit_tokens}: a reply, ask "
+                    f"and a summary come behind so long a prompt, {at}.sampling.max_tokens is "
+                    f"{seat.sampling.max_tokens} and policies.{seat.policy}.engine.max_len is {max_len}; lower it, or "
+                    f"raise engine.max_len"
+                )
 
     def _something_can_be_learned(self) -> Iterator[str]:
         """Checks `batch.episodes`. One episode per task is enough if it is a tree, or if its own rows are compared."""

@@ -302,7 +302,8 @@ class Episode:
     signals: Mapping[SampleId, Mapping[str, float]] = field(default_factory=dict)
     """The signals found in each turn, `tool_error` ... in [0, 1], `tool_calls` and `tool_cost`."""
     untrained: Mapping[SampleId, str] = field(default_factory=dict)
-    """Calls with sampled tokens that are no turns, because nobody read their answers; each with the reason."""
+    """Calls with sampled tokens that are no turns, each with the reason: nobody read the answer, or it is a summary
+    that is not trained on."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures that the workflow reported with `team.report(...)`; `success` is the team's score of the episode."""
     duration_s: float = 0.0

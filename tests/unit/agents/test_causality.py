@@ -12,7 +12,7 @@ from flexmarl.errors import EngineError
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.agents.tables import CALCULATOR, context, says, spec
 
-AGENTS = {"solver": {}, "judge": {"memory": "full"}}
+AGENTS = {"solver": {}, "judge": {"context": "full"}}
 
 
 def after(workflow, script=lambda *_: "ok", agents=AGENTS, seed=0):

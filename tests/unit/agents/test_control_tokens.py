@@ -251,7 +251,7 @@ def test_nobody_writes_in_the_voice_of_an_agent(trusted: bool) -> None:
 
     agents = {
         "solver": {
-            "memory": "full",
+            "context": "full",
             "tools": [{"type": "calculator"}],
             "syntax": {"type": "function"},
             "trust_special": trusted,

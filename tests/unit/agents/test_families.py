@@ -24,7 +24,7 @@ NATIVE = {"qwen3": "tag", "hermes_marks": "tag", "qwen3_coder": "xml", "llama3":
 """Families whose template writes calls, and the syntax that reads them."""
 FAMILIES = {**NATIVE, "smollm2": "tag", "gemma2": "tag"}
 CALLS = (ToolCall("calculator", {"expression": "6*7"}), ToolCall("calculator", {"expression": "2**5"}))
-AGENT = {"tools": [{"type": "calculator"}], "memory": "full", "system": "Solve it."}
+AGENT = {"tools": [{"type": "calculator"}], "context": "full", "system": "Solve it."}
 every = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -289,4 +289,26 @@ def test_a_conversation_with_calls_goes_on_where_its_prompt_is_rendered_anew(fam
     assert [use.result for use in (*first.calls, *second.calls)] == ["42", "32"]
     shown = tokenizer.decode(second.turns[-1].prompt_ids.tolist())
     assert shown.count("6*7") >= 2, "the question, and the call that answered it"
+    check_turns(team.turns)
+
+
+@every
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_summary_is_asked_for_behind_results_and_extends_them_where_the_template_allows_it(
+    family: str, keep: int
+) -> None:
+    replies = [written(family, CALLS[0]), "It is 42.", "42"]
+    sampling = {"max_tokens": 120}
+    _, plain, _, _ = play(family, [replies[0], "42"], sampling=sampling)
+    limit = len(plain.turns[1].prompt_ids) - 1
+    room = {"compact": {"limit_tokens": limit, "ask": "Sum up.", "carry": "So far: {summary}", "keep": keep}}
+    reply, team, prompts, _ = play(family, replies, sampling=sampling, context=room)
+    assert (reply.text, reply.summaries) == ("42", ("It is 42.",))
+    assert len(prompts) == 3
+    assert prompts[1].count("Sum up.") == 1
+    assert prompts[1].index("42") < prompts[1].index("Sum up."), "it has seen the result"
+    assert "Sum up." not in prompts[2]
+    assert "So far: It is 42." in prompts[2]
+    assert prompts[2].count("Computes an integer expression") == 1, "it is told of its tools again"
+    assert team.turns[1].parent == plain.turns[1].parent, "as behind results alone"
     check_turns(team.turns)

@@ -380,9 +380,9 @@ def test_the_bound_of_a_tool_holds_for_the_whole_run_evaluations_included(max_pa
 OPENING = (Spoken("system", "In metres."), Spoken("user", "Hi"), Spoken("assistant", "Hello"))
 
 
-@pytest.mark.parametrize("memory", ["none", "full", 1])
-def test_a_conversation_begins_with_what_the_task_says_before_its_prompt(memory: Any) -> None:
-    agents = {"solver": {"system": "Solve.", "memory": memory}, "judge": {"system": "Judge.", "hears_task": False}}
+@pytest.mark.parametrize("remembers", ["none", "full", {"last": 1}])
+def test_a_conversation_begins_with_what_the_task_says_before_its_prompt(remembers: Any) -> None:
+    agents = {"solver": {"system": "Solve.", "context": remembers}, "judge": {"system": "Judge.", "hears_task": False}}
     task = Task(input_id="x", prompt="How high?", opening=OPENING)
     team = spec(agents).seat(context(says("3", "4", "yes"), task=task))
 
@@ -395,5 +395,5 @@ def test_a_conversation_begins_with_what_the_task_says_before_its_prompt(memory:
     opening = "<|system|>Solve.\n\nIn metres.<|im_end|><|user|>Hi<|im_end|><|assistant|>Hello<|im_end|>"
     asked = "<|user|>How high?<|im_end|><|assistant|>"
     assert first == opening + asked
-    assert second == opening + (asked + "3<|im_end|>" if memory != "none" else "") + asked
+    assert second == opening + (asked + "3<|im_end|>" if remembers != "none" else "") + asked
     assert judged == f"<|system|>Judge.<|im_end|>{asked}"

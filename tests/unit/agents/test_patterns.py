@@ -81,7 +81,7 @@ def test_a_verifier_can_be_shown_the_work():
 
 
 def test_episodes_of_a_team_share_nothing():
-    team_spec = spec({"solver": {"memory": "full"}, "verifier": {"memory": "full"}}, ITERATIVE)
+    team_spec = spec({"solver": {"context": "full"}, "verifier": {"context": "full"}}, ITERATIVE)
     lengths = []
     for episode in range(3):
         ctx = context(dialogue(["6", "7"], ["no", "yes"]), trajectory_id=f"g0e{episode}a0")
@@ -139,7 +139,22 @@ def test_episodes_of_a_team_share_nothing():
             "max_parallel",
         ),
         ({"agents": {"solver": {"policy": "p", "sampling": {"stop": [""]}}}}, "stop: '' would end every message"),
-        ({"agents": {"solver": {"policy": "p", "memory": 0}}}, "memory"),
+        (
+            {
+                "agents": {"solver": {"policy": "p", "context": "full"}},
+                "workflow": {"type": "program", "name": "of_its_own"},
+            },
+            "agents.solver.context: its program keeps its own history; remove it",
+        ),
+        ({"agents": {"solver": {"policy": "p", "context": {"last": 0}}}}, "last"),
+        (
+            {"agents": {"solver": {"policy": "p", "memory": 2}}},
+            "`memory` is called `context` now; instead of memory: 2 write context: {last: 2}",
+        ),
+        (
+            {"agents": {"solver": {"policy": "p", "memory": "full"}}},
+            "instead of memory: full write context: full",
+        ),
     ],
 )
 def test_wrong_settings_say_what_would_work(settings, message):

@@ -200,17 +200,17 @@ def test_a_broken_tool_fails_the_episode_with_its_reason():
 
 
 @pytest.mark.parametrize(
-    ("memory", "seen_third", "parents", "branches"),
+    ("remembers", "seen_third", "parents", "branches"),
     [
         ("none", "<|user|>c", [False, False, False], [0, 1, 2]),
         ("full", "<|user|>a<|assistant|>1<|user|>b<|assistant|>2<|user|>c", [False, True, True], [0, 0, 0]),
-        (1, "<|user|>b<|assistant|>2<|user|>c", [False, True, False], [0, 0, 1]),
-        (2, "<|user|>a<|assistant|>1<|user|>b<|assistant|>2<|user|>c", [False, True, True], [0, 0, 0]),
+        ({"last": 1}, "<|user|>b<|assistant|>2<|user|>c", [False, True, False], [0, 0, 1]),
+        ({"last": 2}, "<|user|>a<|assistant|>1<|user|>b<|assistant|>2<|user|>c", [False, True, True], [0, 0, 0]),
     ],
 )
-def test_an_agent_remembers_what_its_memory_says(memory, seen_third, parents, branches):
+def test_an_agent_remembers_what_its_context_says(remembers, seen_third, parents, branches):
     ctx = context(says("1", "2", "3"))
-    team = spec({"solver": {"memory": memory, "system": "s"}}).seat(ctx)
+    team = spec({"solver": {"context": remembers, "system": "s"}}).seat(ctx)
     acts(team.solver, "a", "b", "c")
     third = team.turns[2]
     assert text(third.prompt_ids).replace("<|im_end|>", "") == f"<|system|>s{seen_third}<|assistant|>"
@@ -221,7 +221,7 @@ def test_an_agent_remembers_what_its_memory_says(memory, seen_third, parents, br
 
 
 def test_each_prompt_of_a_conversation_is_the_last_one_its_response_and_a_suffix():
-    agent = {**CALCULATOR, "memory": "full", "sampling": {"max_tokens": 12}}
+    agent = {**CALCULATOR, "context": "full", "sampling": {"max_tokens": 12}}
     script = says("calc(2*3)", "6", "a text longer than twelve", "7")
     team = spec({"solver": agent}).seat(context(script))
     acts(team.solver, "2*3", "and?", "well?")
@@ -240,7 +240,7 @@ def test_each_prompt_of_a_conversation_is_the_last_one_its_response_and_a_suffix
 
 def test_a_template_that_strips_thoughts_starts_a_new_branch_after_one():
     tokenizer = samples.characters(samples.FORGETS_THOUGHTS)
-    agents = spec({"solver": {"memory": "full"}}, renderer=ChatRenderer(tokenizer))
+    agents = spec({"solver": {"context": "full"}}, renderer=ChatRenderer(tokenizer))
     team = agents.seat(context(says("1", "<think>\nhm\n</think>\n\n2", "3", "4"), tokenizer=tokenizer))
     acts(team.solver, "a", "b", "c", "d")
     assert [turn.branch for turn in team.turns] == ["0", "0", "1", "2"]
@@ -250,7 +250,7 @@ def test_a_template_that_strips_thoughts_starts_a_new_branch_after_one():
 
 
 def test_what_a_failed_act_said_is_not_remembered():
-    team = spec({"solver": {"memory": "full"}}).seat(context(says("1", "!out of memory", "3")))
+    team = spec({"solver": {"context": "full"}}).seat(context(says("1", "!out of memory", "3")))
 
     async def run():
         await team.solver.act("a")
@@ -283,8 +283,8 @@ def test_an_aborted_call_fails_the_episode():
     assert team.rewards() == {}
 
 
-def test_acts_of_an_agent_with_a_memory_cannot_overlap():
-    team = spec({"solver": {"memory": "full"}}).seat(context(says("1", "2")))
+def test_acts_of_an_agent_that_remembers_them_cannot_overlap():
+    team = spec({"solver": {"context": "full"}}).seat(context(says("1", "2")))
 
     async def run():
         await asyncio.gather(team.solver.act("a"), team.solver.act("b"))

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.agents.context import recall
 from flexmarl.agents.episode_log import Ledger
+from flexmarl.agents.remembering import ContextSettings, recall
 from flexmarl.agents.team import Team, reserved_names
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.simulator.virtual_time import run_virtual
@@ -169,10 +169,10 @@ def test_a_team_that_does_not_fit_its_policies_is_refused(agents, trained, messa
         spec(agents, trained=trained)
 
 
-@given(memory=st.sampled_from(["none", "full"]) | st.integers(1, 6), acts=st.lists(st.integers(), max_size=8))
-def test_memory_keeps_the_last_acts_in_order(memory, acts):
-    kept = recall(memory, acts)
-    limit = {"none": 0, "full": len(acts)}.get(memory, memory)
+@given(last=st.sampled_from(["none", "full"]) | st.integers(1, 6), acts=st.lists(st.integers(), max_size=8))
+def test_the_last_acts_are_remembered_in_order(last, acts):
+    kept = recall(ContextSettings(last=last) if isinstance(last, int) else last, acts)
+    limit = {"none": 0, "full": len(acts)}.get(last, last)
     assert list(kept) == acts[max(0, len(acts) - limit) :]
 
 

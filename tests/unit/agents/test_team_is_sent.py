@@ -15,7 +15,7 @@ from flexmarl.assemble.blueprint import seat_team
 from flexmarl.config import load_run
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = ["math_team/cpu.yaml", "plan_path/cpu.yaml", "plan_path/tree.yaml", "relay/cpu.yaml"]
+CONFIGS = ["math_team/cpu.yaml", "plan_path/cpu.yaml", "plan_path/tree.yaml", "relay/cpu.yaml", "long_notes/cpu.yaml"]
 RECEIVE = """
 import json, pickle, sys
 from flexmarl.agents.extension import Message

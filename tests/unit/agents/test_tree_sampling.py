@@ -78,7 +78,7 @@ def grown(
     keep=1,
     *,
     agents=2,
-    memory="none",
+    remembers="none",
     max_turns=4,
     delays=0,
     name="lattice",
@@ -88,7 +88,7 @@ def grown(
     **more,
 ):
     """The team after a tree was played."""
-    team = {agent: {"memory": memory, **more} for agent in ("red", "blue", "green")[:agents]}
+    team = {agent: {"context": remembers, **more} for agent in ("red", "blue", "green")[:agents]}
     workflow = {"type": "turns", "turn": name, "candidates": candidates, "keep": keep, "max_turns": max_turns}
     team_spec = spec(team, workflow)
     random_delay = random.Random(delays)
@@ -117,7 +117,7 @@ trees = given(
     candidates=st.integers(1, 4),
     keep=st.integers(1, 3),
     agents=st.integers(1, 3),
-    memory=st.sampled_from(["none", "full", 1]),
+    remembers=st.sampled_from(["none", "full", {"last": 1}]),
     max_turns=st.integers(1, 4),
     delays=st.integers(0, 99),
 )
@@ -174,7 +174,7 @@ def test_the_branches_with_the_highest_rewards_so_far_go_on(**tree):
 def test_each_seat_remembers_what_was_said_on_its_own_path(**tree):
     for turn in grown(**tree).turns:
         acts = turn.turn // tree["agents"]
-        remembered = {"none": 0, "full": acts, 1: min(acts, 1)}[tree["memory"]]
+        remembered = {"none": 0, "full": acts}.get(str(tree["remembers"]), min(acts, 1))
         assert text(turn.prompt_ids).count("<|user|>") == remembered + 1
 
 
@@ -269,7 +269,7 @@ def test_a_fork_remembers_what_was_said_and_what_it_says_is_forgotten_outside():
         assert drawn not in numbers
         assert len(set(numbers)) == 1, "siblings that draw see the same, and go on where they were"
 
-    team = spec({"red": {"memory": "full"}}).seat(context(lambda *_: "ok"))
+    team = spec({"red": {"context": "full"}}).seat(context(lambda *_: "ok"))
     run_virtual(play(team))
     heard = [text(turn.prompt_ids).count("<|user|>") for turn in team.turns]
     assert heard == [1, 2, 2, 2]
@@ -348,8 +348,10 @@ def at_times_a_tool(prompt, request):
 
 
 def test_the_candidate_that_goes_on_is_the_one_whose_act_earned_most_and_not_the_one_that_took_most_calls():
-    for memory in ("none", "full"):
-        team = grown(6, agents=1, max_turns=3, name="asks_a_tool", script=at_times_a_tool, memory=memory, **CALCULATOR)
+    for remembers in ("none", "full"):
+        team = grown(
+            6, agents=1, max_turns=3, name="asks_a_tool", script=at_times_a_tool, remembers=remembers, **CALCULATOR
+        )
         calls = defaultdict(list)
         for turn in team.turns:
             calls[Node(turn.path).name].append(turn)

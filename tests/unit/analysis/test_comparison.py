@@ -104,7 +104,7 @@ def test_settings_of_one_run_alone_differ_too() -> None:
 def test_settings_that_explain_most_come_first_and_an_agent_of_one_run_alone_is_one_row() -> None:
     def run(mode: str, rate: float, groups: int, model: str, judge: Any = None) -> dict[str, Any]:
         solver = {"model": model, "instances": groups, "training": {"optimizer": {"learning_rate": rate}}}
-        agents = {"solver": {"policy": "solver"}} | ({"judge": {"policy": "judge", "memory": "none"}} if judge else {})
+        agents = {"solver": {"policy": "solver"}} | ({"judge": {"policy": "judge", "context": "none"}} if judge else {})
         return {
             "alarms": {"steps": groups},
             "batch": {"groups": groups},

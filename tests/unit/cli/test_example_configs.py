@@ -29,6 +29,7 @@ for config in sys.argv[1:]:
         ("math_team", {"cpu.yaml": "nothing to do", "gpu.yaml": "to do", "cluster.yaml": "to do"}),
         ("plan_path", dict.fromkeys(("cpu.yaml", "shared.yaml", "tree.yaml"), "nothing to do")),
         ("relay", {"cpu.yaml": "nothing to do"}),
+        ("long_notes", {"cpu.yaml": "nothing to do"}),
         ("store_assistant", {"cpu.yaml": "6 to do", "timed.yaml": "8 to do"}),  # One task does not ask all agents.
         ("real_team", {"gpu.yaml": "to do"}),  # The others need the model that `make model` brings.
     ],

@@ -42,8 +42,26 @@ from tests.unit.config.configs import MINIMAL, refused
             "or must be a mapping of settings with a type: 'choice', got 3; put it in quotes",
         ),
         (
-            "team.agents.writer.memory=some",
-            "team.agents.writer.memory must be 'none' or 'full', or must be a valid integer, got 'some'",
+            "team.agents.writer.context=some",
+            "team.agents.writer.context must be 'none' or 'full', got 'some'",
+        ),
+        (
+            "team.agents.writer.context=2",
+            "team.agents.writer.context must be a mapping of settings (compact, hide_results, last), got 2",
+        ),
+        (
+            "team.agents.writer.context.compact={limit_tokens: 900, kep: 1}",
+            "team.agents.writer.context.compact.kep is not a setting (its value: 1); did you mean 'keep'?",
+        ),
+        (
+            "team.agents.writer.context={compact: {limit_tokens: 1536}}",
+            "team.agents.writer.context.compact.limit_tokens must be below 1536, got 1536: a reply, ask and a summary "
+            "come behind so long a prompt, team.agents.writer.sampling.max_tokens is 256 and policies.two.engine."
+            "max_len is 2048; lower it, or raise engine.max_len",
+        ),
+        (
+            "team.agents.writer.memory=2",
+            "team.agents.writer: `memory` is called `context` now; instead of memory: 2 write context: {last: 2}",
         ),
         (
             "credit.estimator={type: grpo, key: 3}",
