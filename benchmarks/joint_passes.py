@@ -34,8 +34,15 @@ from flexmarl.training.together import RowsOf
 
 PROMPT, REPLY, VOCABULARY = 48, 16, 100
 """Tokens of each prompt and each reply; ids are below the last."""
-CASES = [("1m", 2, 4), ("1m", 2, 16), ("1m", 4, 4), ("1m", 4, 16), ("135m", 2, 4), ("135m", 4, 4)]
-"""Model, number of policies, rows of each."""
+CASES = {
+    "joint_2x4_1m": ("1m", 2, 4),
+    "joint_2x16_1m": ("1m", 2, 16),
+    "joint_4x4_1m": ("1m", 4, 4),
+    "joint_4x16_1m": ("1m", 4, 16),
+    "joint_2x4_135m": ("135m", 2, 4),
+    "joint_4x4_135m": ("135m", 4, 4),
+}
+"""Model, number of policies, and rows of each, by the name of the figure."""
 
 
 def model_of_135m() -> PreTrainedModel:
@@ -115,7 +122,9 @@ def main() -> None:
         for name in chosen.models:
             MODELS[name]().save_pretrained(Path(folder) / name)
         settle_memory()
-        for name, number, rows in (case for case in CASES if case[0] in chosen.models):
+        for figure, (name, number, rows) in CASES.items():
+            if name not in chosen.models:
+                continue
             case = Case(Path(folder) / name, number, rows)
             ways = {
                 way: lambda case=case, joint=joint: case.accumulate(joint=joint)
@@ -124,7 +133,7 @@ def main() -> None:
             rates = interleaved_rates(ways, chosen.repeats * (4 if name == "1m" else 1))
             apart, joint = (statistics.median(rates[way]) for way in ("apart", "joint"))
             lines.append((name, str(number), str(rows), f"{apart:.0f}", f"{joint:.0f}"))
-            figures[f"joint_{number}x{rows}_{name}"] = median_ratio(rates, "joint", "apart")
+            figures[figure] = median_ratio(rates, "joint", "apart")
     columns = ("model", "policies", "rows of each", "tokens per CPU s apart", "in shared passes")
     report("Accumulating one micro-batch of each policy", columns, lines, figures, as_json=chosen.json)
 
