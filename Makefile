@@ -146,6 +146,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/digest.py --json
 	$(BIN)/python benchmarks/set_get.py --json
 	$(BIN)/python benchmarks/adapters.py --json
+	$(BIN)/python benchmarks/joint_passes.py --json
 	$(BIN)/python benchmarks/logprob_memory.py --json
 	$(BIN)/python benchmarks/state_swap.py --json
 	$(BIN)/python benchmarks/memory.py --json

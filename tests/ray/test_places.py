@@ -92,3 +92,40 @@ def test_a_place_whose_process_is_killed_ends_the_run_and_a_resumed_one_ends_wit
     (folder,) = out.iterdir()
     flexmarl.train(folder / "config.yaml", resume=folder, show=False)
     assert_same(straight, Left(folder), steps=STEPS)
+
+
+TOGETHER = [
+    "cluster.backend=ray",
+    *(
+        f"policies.{name}.training={{lora: {{rank: {rank}}}, together: true, micro_batch: 2, "
+        "optimizer: {learning_rate: 3e-3}}"
+        for rank, name in enumerate(NAMES, start=2)
+    ),
+]
+
+
+def test_adapters_on_one_base_have_one_process_and_end_with_the_same_bits_when_it_is_killed(
+    small_run: Path, tmp_path: Path
+) -> None:
+    inline = train(small_run, tmp_path / "inline", *TOGETHER, "cluster.backend=inline")
+    out, victims, witness = tmp_path / "killed", dict[str, int](), list[str]()
+
+    def started(event: ProcessStarted) -> None:
+        victims[event.process] = event.pid
+
+    def kill(event: Updated) -> None:
+        if event.version == STEPS and not witness:
+            witness.append(event.policy)
+            (trainer,) = [pid for process, pid in victims.items() if str(process).startswith("trainer/")]
+            psutil.Process(trainer).kill()
+
+    with pytest.raises(FlexmarlError, match=r"policy 'one', .*'p5': the trainer's process|go on from the last check"):
+        flexmarl.train(
+            load_run(small_run, [*TEAM, *TOGETHER, f"out={out}"]),
+            on={ProcessStarted: started, Updated: kill},
+            show=False,
+        )
+    assert witness, "witness: it was killed in the second step"
+    (folder,) = out.iterdir()
+    flexmarl.train(folder / "config.yaml", resume=folder, show=False)
+    assert_same(inline, Left(folder), steps=STEPS)

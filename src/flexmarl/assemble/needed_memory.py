@@ -149,15 +149,17 @@ def parts(
     """
     inline = settings.cluster.backend == "inline"
     of_run = [_libraries(settings)] if settings.cluster.device == "cpu" else []
+    others = {name for names in settings.trained_together for name in names[1:]}
     passes: list[Part] = []
     for name, policy in settings.policies.items():
         if settings.together(name)[0] == name:  # Its instances are those of all that it serves with.
             of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
-            of_run += _of_trainer(policy, sizes[name])
+            of_run += _of_trainer(policy, sizes[name], shares_base=name in others)
             tensors = pass_of(policy.training, sizes[name])
             holes = _HEAP if settings.cluster.device == "cpu" else 1.0
-            passes.append(tensors._replace(num_bytes=holes * tensors.num_bytes))
+            if name not in others:  # They are trained with another one, in its passes.
+                passes.append(tensors._replace(num_bytes=holes * tensors.num_bytes))
     of_run += [max(passes, key=lambda part: part.num_bytes)] if inline and passes else passes
     total: dict[str, Part] = {}
     for part in of_run:
@@ -171,7 +173,8 @@ def _libraries(settings: RunSettings) -> Part:
     processes = 1
     if settings.cluster.backend == "ray":
         engines = [policy.instances for policy in settings.policies.values() if computes(policy.engine)]
-        processes += sum(engines) + (settings.shared_places or len(settings.trained))
+        alone = len(settings.trained) - sum(len(names) - 1 for names in settings.trained_together)
+        processes += sum(engines) + (settings.shared_places or alone)
     setting = "cluster.backend=inline" if processes > 1 else ""
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 
@@ -196,10 +199,10 @@ def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *,
     yield Part("keys and values", count * held, bound, count * most if most > held else 0.0)
 
 
-def _of_trainer(policy: PolicySettings, size: ModelSize) -> Iterator[Part]:
+def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool) -> Iterator[Part]:
     training = policy.training
     number, precise = BYTES[training.dtype], max(4, BYTES[training.dtype])
-    own = size.parameters + (size.trained if size.has_adapter else 0)
+    own = (0 if shares_base else size.parameters) + (size.trained if size.has_adapter else 0)
     masters = precise * size.trained if training.dtype == "bfloat16" else 0
     small = "training.lora" if not size.has_adapter else "training.lora.rank"
     yield Part("trainers' weights", own * number + masters, "training.dtype")

@@ -1,7 +1,8 @@
 """Residents of real runs: engines and trainers in this process, or each in a process of its own on Ray.
 
 engine/{policy}/{n}     one inference instance each; gets weights from the object store
-trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store
+trainer/{policy}        one trainer each; reads its rows from the experience store, sets weights in the object store.
+                        Policies that are trained together have one process, by the name of the first
 rank/{place}/{n}        in place of them, where policies share places or have several ranks: trains one after another
 rollout/{n}             plays episodes, if the run asks for such workers
 store/0                 on several nodes: the store's file, for trainers that are not on the controller's node
@@ -47,13 +48,17 @@ from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
 from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
-from flexmarl.training.backends.causal_lm import architecture_of, load_model
+from flexmarl.training.backends.base_host import BaseHost
+from flexmarl.training.backends.causal_lm import architecture_of, check_model_files, load_model
+from flexmarl.training.backends.joint import JointPasses
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.ranks import ALONE, Ranks, meet
 from flexmarl.training.backends.single import SavesPretrained, SingleProcessTrainer
+from flexmarl.training.backends.state import Base
 from flexmarl.training.group import Rank
 from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
+from flexmarl.training.together import SharedBase
 
 RESUME = "go on from the last checkpoint with --resume"
 
@@ -146,6 +151,26 @@ class Materials:
             canary=wants_canary(settings.policies[policy].engine),
             ranks=ranks,
         )
+
+    def make_base(self, policies: Sequence[PolicyName]) -> BaseHost:
+        """Makes the trainers of policies that are trained together, on one base."""
+        settings, first = self.settings, policies[0]
+        with boundary(TrainingError, f"making the trainers of {', '.join(policies)}"):
+            self._begin()
+            thread, rows = self.thread or DeviceThread(f"trainer-{first}"), StoreRows(self.open_store())
+            source, training = model_source(settings, first), settings.policies[first].training
+            base = Base(source, training.dtype, self.device, check_model_files(source))
+            trainers: dict[PolicyName, SingleProcessTrainer] = {}
+            for policy in policies:
+                with training_of(policy):
+                    tokenizer = load_tokenizer(settings, policy)
+                    trainers[policy] = self._trainer_of(policy, base.model(), thread, rows, tokenizer)
+            deterministic = settings.deterministic
+            passes = JointPasses(base.model(), training, device=self.device, deterministic=deterministic)
+            self._made()
+            if self.thread is None and self.device == "cpu":
+                lower_priority()
+            return BaseHost(trainers, passes, rows, thread=thread)
 
     def make_rank(self, name: WorkerId, meeting: Path) -> RankHost:
         """Makes a rank of a place. It holds no policy. Ranks of one place meet at the file `meeting`."""
@@ -246,6 +271,23 @@ class RealResidents:
             devices=self._devices,
             threads=self._threads,
         )
+
+    def bases(self) -> list[ResidentSpec[SharedBase]]:
+        """Specifies the trainers of policies that are trained together, by `RunSettings.trained_together`."""
+        return [
+            ResidentSpec(
+                name=WorkerId.trainer(policies[0]),
+                kind=ResidentKind.TRAINER,
+                contract=SharedBase,
+                make=partial(self.materials.make_base, policies),
+                error=TrainingError,
+                advice=RESUME,
+                devices=self._devices,
+                threads=self._threads,
+            )
+            for names in self.materials.settings.trained_together
+            if (policies := [PolicyName(name) for name in names])
+        ]
 
     def places(self) -> list[MakeSpecs]:
         """Returns what specifies the ranks of each place, where policies share places or have several ranks."""

@@ -322,9 +322,11 @@ class _Wiring:
                 trainer,
                 micro_batch=self._settings.policies[policy].training.micro_batch,
                 version=self.versions.served[policy],
-                ahead=self._world.cluster.crosses,
+                # Of policies that are trained together one would else never wait while another's next comes.
+                ahead=self._world.cluster.crosses or policy in self._world.together,
                 events=self._events,
                 residency=self._world.residency,
+                together=self._world.together.get(policy),
             )
             for policy, trainer in self._world.trainers.items()
         }

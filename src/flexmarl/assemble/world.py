@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.tools.open_tools import RunningCalls
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
+from flexmarl.training.together import SharedBase, Together
 
 
 class Residents(Protocol):
@@ -103,6 +105,8 @@ class World:
     """The gateway, if the run has one."""
     residency: Residency | None = None
     """Decides which policies hold training devices, if they share any."""
+    together: Mapping[PolicyName, Together] = field(default_factory=dict)
+    """For each policy that is trained together with others, the part that joins them."""
     processes: Processes = field(default_factory=Processes)
     """Processes of its residents; empty if they are objects of this process."""
     survives_ranks: bool = False
@@ -134,6 +138,7 @@ async def open_world(
             services=residents.services,
             players=residents.rollout_workers(),
             places=residents.places(),
+            bases=residents.bases(),
         )
         opened = await stack.enter_async_context(world)
         if gateway := settings.wanted_gateway:
@@ -157,6 +162,7 @@ async def world_of(
     services: Callable[[Cluster], Sequence[ResidentSpec[Any]]] = lambda cluster: [],
     players: Sequence[ResidentSpec[RolloutWorker]] = (),
     places: Sequence[MakeSpecs] = (),
+    bases: Sequence[ResidentSpec[SharedBase]] = (),
 ) -> AsyncIterator[World]:
     """Spawns a run's residents; leaving the block ends them. The store is the caller's to close.
 
@@ -164,12 +170,14 @@ async def world_of(
     `players` are the rollout workers; without any, the controller plays.
     `places` are those on which policies train, in turns or with several ranks; without any, each has a trainer of its
     own.
+    `bases` are the trainers of policies that are trained together.
     Cluster, pool and residency emit to `events` what happens to them.
     """
     served, trained = [PolicyName(name) for name in settings.policies], sorted(map(PolicyName, settings.trained))
     names = {policy: [InstanceId(policy, n) for n in range(settings.policies[policy].instances)] for policy in served}
     engines = [residents.engine(p, name) for p in served if settings.together(p)[0] == p for name in names[p]]
-    trainers = [] if places else [residents.trainer(policy) for policy in trained]
+    alone = [policy for policy in trained if not places and policy not in chain(*settings.trained_together)]
+    trainers = [*bases, *map(residents.trainer, alone)]
     async with AsyncExitStack() as stack:
         if settings.cluster.backend == "ray":
             events.emit(Starting(waits_for="starting Ray"))
@@ -187,13 +195,11 @@ async def world_of(
             place.stand(cluster, spawned)
         for spec, resident in zip(specs, spawned, strict=True):
             remotes[resident.name] = resident.remote
-            if spec.kind is ResidentKind.ENGINE:
-                running.add(resident)
-            elif workers is not None and spec.kind is ResidentKind.ROLLOUT:
-                workers.add(resident)
+            _hand_over(resident, spec.kind, running, workers)
             if cluster.has_processes and not spec.in_controller:
                 processes.add(resident)
-        of_policies, groups = trainers_on(settings, residents, trained, remotes, standing)
+        together = await stack.enter_async_context(opened_together(settings, bases, remotes, events))
+        of_policies, groups = trainers_on(settings, residents, trained, remotes, standing, together)
         replaces = all(residents.replacement_s(policy) is not None for policy in served)
         pool = make_pool(
             {p: [await running.view(name) or remotes[WorkerId.engine(name)] for name in names[p]] for p in served},
@@ -210,6 +216,7 @@ async def world_of(
             else None,
             pool=await stack.enter_async_context(pool.open()),
             trainers=of_policies,
+            together=together,
             cluster=cluster,
             processes=processes,
             running=RunningCalls(settings.rollout.tool_calls_at_once),
@@ -218,18 +225,46 @@ async def world_of(
         )
 
 
+def _hand_over(
+    resident: Resident[Any], kind: ResidentKind, running: RunEngines, workers: RolloutWorkers | None
+) -> None:
+    """Gives a resident to the part that looks after its kind."""
+    if kind is ResidentKind.ENGINE:
+        running.add(resident)
+    elif workers is not None and kind is ResidentKind.ROLLOUT:
+        workers.add(resident)
+
+
+@asynccontextmanager
+async def opened_together(
+    settings: RunSettings, bases: Sequence[ResidentSpec[SharedBase]], remotes: Mapping[WorkerId, Any], events: Events
+) -> AsyncIterator[Mapping[PolicyName, Together]]:
+    """Joins the policies that are trained together, for the length of a block."""
+    found: dict[PolicyName, Together] = {}
+    async with AsyncExitStack() as stack:
+        for base, names in zip(bases, settings.trained_together, strict=True):
+            policies = [PolicyName(name) for name in names]
+            together = Together(remotes[base.name], policies, in_rounds=settings.deterministic, events=events)
+            found |= dict.fromkeys(policies, await stack.enter_async_context(together.open()))
+        yield found
+
+
 def trainers_on(
     settings: RunSettings,
     residents: Residents,
     trained: Sequence[PolicyName],
     remotes: Mapping[WorkerId, Any],
     places: Sequence[StandingPlace],
+    together: Mapping[PolicyName, Together],
 ) -> tuple[Mapping[PolicyName, Trainer], Mapping[PolicyName, ProcessGroup]]:
     """The trainer of each policy, and its process group if it may leave its devices: on `places`, if there are any."""
     if places:
         groups = group_trainers(settings, trained, places)
         return groups, groups
-    trainers = {policy: remotes[WorkerId.trainer(policy)] for policy in trained}
+    trainers = {
+        policy: together[policy].trainers[policy] if policy in together else remotes[WorkerId.trainer(policy)]
+        for policy in trained
+    }
     return trainers, residents.process_groups(trainers)
 
 
@@ -341,9 +376,11 @@ def watch_workers(world: World, events: Events) -> "asyncio.Future[None]":
         if worker.process.kind == ResidentKind.ENGINE:
             world.pool.lose(worker.process.instance, worker.because)
         elif worker.process.kind == ResidentKind.TRAINER and not failed.done():
+            shared = world.together.get(worker.process.policy)
+            policies = ", ".join(f"'{policy}'" for policy in (shared.trainers if shared else [worker.process.policy]))
             failed.set_exception(
                 TrainingError(
-                    f"policy '{worker.process.policy}': the trainer's process (pid {worker.pid} on {worker.node}) "
+                    f"policy {policies}: the trainer's process (pid {worker.pid} on {worker.node}) "
                     f"died: {worker.because}; go on from the last checkpoint with --resume"
                 )
             )

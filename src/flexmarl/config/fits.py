@@ -5,6 +5,7 @@
                     docs/architecture.md, section Modes
 `credit_misfits`    the agents that credit names, the branches that it compares, its terms
 `adapter_misfits`   what engines have room for: adapters alone, those of several policies on the same instances
+`together_misfits`  whether adapters that are to be trained together can be computed in one pass
 `evaluation_misfits`    whether there are evaluations that `checkpoint.best` and `stop` can compare
 """
 
@@ -105,6 +106,69 @@ def _shares(name: str, policy: "PolicySettings", policies: "Mapping[str, PolicyS
     for key in ("engine", "instances"):
         if host is not None and getattr(policy, key) != getattr(host, key):
             yield f"{at}, whose {key} it has; leave policies.{name}.{key} out"
+
+
+ONE_PER_PASS = ("dtype", "max_tokens_per_forward", "tree", "activation_checkpointing")
+"""Settings of training of which a pass has one, whoever's rows are in it."""
+
+
+def trained_together(policies: "Mapping[str, PolicySettings]") -> list[tuple[str, ...]]:
+    """Trained policies with `training.together`, those of each model in one tuple, in the order of the config."""
+    found: list[list[str]] = []
+    for name, policy in policies.items():
+        if policy.trainable and policy.training.together:
+            same = next((names for names in found if policies[names[0]].model == policy.model), None)
+            if same is None:
+                found.append(same := [])
+            same.append(name)
+    return [tuple(names) for names in found]
+
+
+def together_misfits(policies: "Mapping[str, PolicySettings]", credit: CreditSettings, *, places: int) -> Iterator[str]:
+    """Yields a sentence for each fact that keeps adapters from being computed in one pass.
+
+    `places` is the number of places that policies share, if they do.
+    """
+    groups = trained_together(policies)
+    for names in groups:
+        first, at = policies[names[0]], f"policies.{names[0]}.training"
+        if len(names) == 1:
+            others = [f"{name} has '{policies[name].model}'" for group in groups for name in group if name != names[0]]
+            yield (
+                f"{at}.together is true, but no other policy with together: true is trained on its model, "
+                f"'{first.model}' ({', '.join(others) or 'there is none with it'}); use one model for all of them, or "
+                f"together=false"
+            )
+        for name in names:
+            training, its = policies[name].training, f"policies.{name}.training"
+            if training.lora is None:
+                yield (
+                    f"{its}.together is true, but {its}.lora is null, so that the weights of the model itself are "
+                    f"trained, which no other policy can share; use lora={{rank: 16}}, or together=false"
+                )
+            if training.ranks > 1:
+                yield (
+                    f"{its}.together is true, but {its}.ranks is {training.ranks}, and policies that are trained "
+                    f"together share one process; use ranks=1, or together=false"
+                )
+            for key in ONE_PER_PASS:
+                mine, other = (getattr(of, key) for of in (training, first.training))
+                if mine != other:
+                    yield (
+                        f"{names[0]} and {name} are trained together, but policies.{name}.training.{key} is {mine!r} "
+                        f"and {at}.{key} is {other!r}, and a pass has one {key}; use the same, or together=false"
+                    )
+    if groups and credit.streaming != "off":
+        yield (
+            f"policies.{groups[0][0]}.training.together is true, but credit.streaming is '{credit.streaming}', whose "
+            f"passes hold the rows of one group each; use credit.streaming=off, or together=false"
+        )
+    if groups and places:
+        yield (
+            f"policies.{groups[0][0]}.training.together is true, but policies are trained on {places} "
+            f"{'place' if places == 1 else 'places'} that hold one policy at a time (process_groups); use "
+            f"process_groups.at_once=null and keep_updated=null, or together=false"
+        )
 
 
 def overlap_misfits(

@@ -9,7 +9,15 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 from flexmarl.agents.remembering import compaction_of
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster.settings import ClusterSettings
-from flexmarl.config.fits import adapter_misfits, credit_misfits, evaluation_misfits, has_key, overlap_misfits
+from flexmarl.config.fits import (
+    adapter_misfits,
+    credit_misfits,
+    evaluation_misfits,
+    has_key,
+    overlap_misfits,
+    together_misfits,
+    trained_together,
+)
 from flexmarl.credit.rows import tags_for
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.events.settings import MetricsSettings
@@ -251,6 +259,7 @@ class RunSettings(Settings):
             ),
             *self._engines_can_run_here(),
             *adapter_misfits(self.policies, versions=self.adapter_versions),
+            *together_misfits(self.policies, self.credit, places=self.shared_places if self.ranks == 1 else 0),
             *self._instances_are_shared(),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
@@ -502,6 +511,11 @@ class RunSettings(Settings):
         if self.cluster.backend == "simulated":
             return (policy,)
         return tuple(name for name, other in self.policies.items() if (other.serves_together or name) == host)
+
+    @property
+    def trained_together(self) -> list[tuple[str, ...]]:
+        """Policies that are trained in one process on one base, for each base. Modelled ones are not."""
+        return [] if self.cluster.backend == "simulated" else trained_together(self.policies)
 
     def is_modelled(self, policy: str) -> bool:
         """True if section `simulation` says what the policy's engines answer, and when."""

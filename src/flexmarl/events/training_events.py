@@ -114,6 +114,15 @@ class ReferenceReset(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Joined(Timed):
+    """Micro-batches of several policies were accumulated in passes that they shared (`training.together`)."""
+
+    name: ClassVar[str] = "joined"
+    micro_batches: tuple[str, ...]
+    """Their ids, one of each policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped(Timed):
     """A policy's training state came onto devices (`resume`), or was set aside (`suspend`)."""
 

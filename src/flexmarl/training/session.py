@@ -12,6 +12,7 @@ unblocked by   a micro-batch's worth of READY rows, or the end of the step's col
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from flexmarl.errors import TrainingError, boundary
@@ -23,6 +24,7 @@ from flexmarl.records import CreditLine, Divisors, PolicyName, RowState, SampleI
 from flexmarl.training.interface import Trainer, UpdateReport
 from flexmarl.training.residency import Residency
 from flexmarl.training.settings import ProcessGroupSettings
+from flexmarl.training.together import Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class TrainingSession:
     If the trainer fails, the rows that it has not accumulated become READY again, and the error is raised. Rows that it
     accumulated before stay in its cache and in the store.
 
+    With `together`, the trainer is one of several on one base, and micro-batches of theirs go into the same passes.
+
     With `ahead`, the trainer is sent the next micro-batch while it works on one. A trainer in another process then does
     not wait for two commits of the store and two crossings between micro-batches.
     """
@@ -58,6 +62,7 @@ class TrainingSession:
         ahead: bool = False,
         events: Events,
         residency: Residency | None = None,
+        together: Together | None = None,
     ) -> None:
         """`residency` shares devices between policies; without it, the policy has its own.
 
@@ -68,6 +73,7 @@ class TrainingSession:
         self._at_once = 2 if ahead else 1
         self._events = events
         self._events.listen(RowsReady, self._rows_ready)
+        self._together = together
         self._wake = asyncio.Event()
         self._residency = residency or Residency({}, ProcessGroupSettings())
         self._residency.join(policy, self._wake.set)
@@ -124,17 +130,18 @@ class TrainingSession:
         If a micro-batch fails, the error is raised once the others under way have ended. Their rows are then
         accumulated, or READY again.
         """
-        try:
-            while not await self._advance():
-                await self._wake.wait()
-                self._wake.clear()
-        except asyncio.CancelledError:
-            for task in self._under_way:
-                task.cancel()
-            raise
-        finally:
-            await asyncio.gather(*self._under_way, return_exceptions=True)
-            self._under_way = []
+        with self._together.playing(self._policy) if self._together else nullcontext():
+            try:
+                while not await self._advance():
+                    await self._wake.wait()
+                    self._wake.clear()
+            except asyncio.CancelledError:
+                for task in self._under_way:
+                    task.cancel()
+                raise
+            finally:
+                await asyncio.gather(*self._under_way, return_exceptions=True)
+                self._under_way = []
 
     async def finish(self, divisors: Divisors) -> UpdateReport | None:
         """Updates the policy from the accumulated rows and opens the next step. Returns the report of the update.

@@ -162,6 +162,12 @@ class TrainingSettings(UpdateSettings):
         description="Processes that train the policy side by side, each with its part of weights, gradients and "
         "optimiser (FSDP2) and its share of the rows. They need cluster.backend=ray.",
     )
+    together: bool = Field(
+        default=False,
+        description="With lora: policies of one model that all say so are trained in one process on one copy of its "
+        "weights, and micro-batches of theirs that wait at the same time are computed in the same passes. The loss is "
+        "the same.",
+    )
     micro_batch: int = Field(default=16, gt=0, description="Ready rows that start one gradient accumulation.")
     max_tokens_per_forward: int = Field(
         default=16384,

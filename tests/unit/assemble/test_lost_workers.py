@@ -22,13 +22,15 @@ def death_of(name: str) -> WorkerLost:
 class Watched:
     """A world of which only its processes and its pool's losses are looked at. Made inside the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, **together: object) -> None:
         self.events, self.losses = RememberedEvents(), []
         self.processes = Processes(
             {name: ResidentPlace(node="here", pid=7) for name in ("engine/one/0", "trainer/one")}
         )
         pool = SimpleNamespace(lose=lambda instance, because: self.losses.append((instance, because)))
-        self.failed = watch_workers(SimpleNamespace(pool=pool, processes=self.processes), self.events)
+        self.failed = watch_workers(
+            SimpleNamespace(pool=pool, processes=self.processes, together=together), self.events
+        )
 
 
 def test_a_dead_trainer_ends_a_run_that_waits_for_something_else():
@@ -40,6 +42,16 @@ def test_a_dead_trainer_ends_a_run_that_waits_for_something_else():
             await run_until_lost(waits.wait(), watch=asyncio.sleep(3600), lost=[watched.failed], events=watched.events)
         assert asyncio.get_running_loop().time() == 5.0
         assert [event.process for event in watched.events.of(WorkerLost)] == ["trainer/one"]
+
+    run_virtual(life())
+
+
+def test_a_dead_trainer_of_several_policies_is_that_of_all_of_them():
+    async def life():
+        watched = Watched(one=SimpleNamespace(trainers=["one", "two"]))
+        watched.events.emit(death_of("trainer/one"))
+        with pytest.raises(TrainingError, match=r"policy 'one', 'two': the trainer's process \(pid 7 on here\) died"):
+            await watched.failed
 
     run_virtual(life())
 

@@ -306,3 +306,53 @@ def test_a_frozen_policy_is_served_by_the_base_of_the_others(config):
     frozen = "policies.two={model: model, serves_together: one, trainable: false}"
     one = "policies.one={model: model, engine: {type: vllm, adapters: {}}, training: {lora: {rank: 8}}}"
     assert load_run(config, [one, frozen]).together("two") == ("one", "two")
+
+
+def test_adapters_are_trained_together_on_one_base_only(config):
+    both = [f"policies.{name}.training={{lora: {{rank: 2}}, together: true}}" for name in ("one", "two")]
+    assert load_run(config, both).trained_together == [("one", "two")]
+    assert load_run(config, [*both, "cluster.backend=ray"]).trained_together == [("one", "two")]
+    assert load_run(config, [*both, "policies.two.training.lora.rank=4"]).trained_together == [("one", "two")]
+    assert load_run(config, []).trained_together == []
+    assert refused(config, both[0]) == [
+        "policies.one.training.together is true, but no other policy with together: true is trained on its model, "
+        "'model' (there is none with it); use one model for all of them, or together=false"
+    ]
+    assert refused(config, *both, "policies.two.model=other") == [
+        "policies.one.training.together is true, but no other policy with together: true is trained on its model, "
+        "'model' (two has 'other'); use one model for all of them, or together=false",
+        "policies.two.training.together is true, but no other policy with together: true is trained on its model, "
+        "'other' (one has 'model'); use one model for all of them, or together=false",
+    ]
+    assert refused(config, *both, "policies.two.training.lora=null") == [
+        "policies.two.training.together is true, but policies.two.training.lora is null, so that the weights of the "
+        "model itself are trained, which no other policy can share; use lora={rank: 16}, or together=false"
+    ]
+
+
+def test_policies_that_are_trained_together_agree_on_how_a_pass_is_made(config):
+    both = [f"policies.{name}.training={{lora: {{rank: 2}}, together: true}}" for name in ("one", "two")]
+    assert refused(
+        config, *both, "policies.two.training.max_tokens_per_forward=512", "policies.two.training.tree=off"
+    ) == [
+        "one and two are trained together, but policies.two.training.max_tokens_per_forward is 512 and "
+        "policies.one.training.max_tokens_per_forward is 16384, and a pass has one max_tokens_per_forward; use the "
+        "same, or together=false",
+        "one and two are trained together, but policies.two.training.tree is 'off' and policies.one.training.tree is "
+        "'auto', and a pass has one tree; use the same, or together=false",
+    ]
+    ranks = ["cluster.backend=ray", "policies.two.training.ranks=2"]
+    assert refused(config, *both, *ranks) == [
+        "policies.two.training.together is true, but policies.two.training.ranks is 2, and policies that are trained "
+        "together share one process; use ranks=1, or together=false"
+    ]
+    assert refused(config, *both, "cluster.backend=ray", "process_groups.at_once=1") == [
+        "policies.one.training.together is true, but policies are trained on 1 place that hold one policy at a time "
+        "(process_groups); use process_groups.at_once=null and keep_updated=null, or together=false"
+    ]
+    assert refused(config, *both, "credit={streaming: linear}") == [
+        "policies.one.training.together is true, but credit.streaming is 'linear', whose passes hold the rows of one "
+        "group each; use credit.streaming=off, or together=false"
+    ]
+    different = ["policies.two.training.kl={coef: 0.1}", "policies.two.training.loss={type: gspo}"]
+    assert load_run(config, [*both, *different]).trained_together == [("one", "two")]

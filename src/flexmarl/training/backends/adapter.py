@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 else:  # Only adapters need them, and every other command would wait for them.
     peft, lora = Lazy("peft"), Lazy("peft.tuners.lora")
 
+Factors = tuple[Mapping[str, tuple[Tensor, Tensor]], float]
+"""A [rank, in] and B [out, rank] of layers, by name; and the scale of B A."""
 ADAPTER = "default"
 """Name of the adapter. peft could hold several per model, and we have one."""
 WRAPPED = ".base_layer"
@@ -81,12 +83,27 @@ class Adapter:
         self._anchor = {name: tensor.detach().clone() for name, tensor in self._named_factors()}
 
     @property
+    def _scaling(self) -> float:
+        return self.settings.alpha / self.settings.rank
+
+    @property
     def _factors(self) -> "dict[str, tuple[nn.Parameter, nn.Parameter]]":
         """A and B of each layer, by its name in the base."""
         return {
             name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
             for name, layer in self._layers()
         }
+
+    @property
+    def factors(self) -> "Factors":
+        """A and B of each layer, by its name in the base, and the scale of their product."""
+        return self._factors, self._scaling
+
+    @property
+    def reference_factors(self) -> "Factors":
+        """The same for the reference: none before the first reset, when it is the base alone."""
+        layers = self._factors if self._anchor else ()
+        return {layer: (self._anchor[f"{layer}.A"], self._anchor[f"{layer}.B"]) for layer in layers}, self._scaling
 
     @property
     def moved(self) -> bool:
@@ -120,12 +137,11 @@ class Adapter:
 
         Merged tensors are new: the base is only read, so that a thousand updates leave no rounding in it.
         """
-        scaling = self.settings.alpha / self.settings.rank
         for name, tensor in tensors.items():
             if ".lora_" not in name:
                 layer = name.removesuffix(f"{WRAPPED}.weight")
                 a, b = (tensors.get(f"{layer}.lora_{which}.{ADAPTER}.weight") for which in "AB")
-                whole = tensor if a is None or b is None else merged(tensor, a, b, scaling)
+                whole = tensor if a is None or b is None else merged(tensor, a, b, self._scaling)
                 yield name.replace(WRAPPED, ""), whole
 
     def base(self) -> Checksum:
@@ -141,15 +157,14 @@ class Adapter:
             name: (tensors[f"{name}.lora_A.{ADAPTER}.weight"], tensors[f"{name}.lora_B.{ADAPTER}.weight"])
             for name in self._factors
         }
-        return PublishedAdapter(factors, self.settings.alpha / self.settings.rank, self.base())
+        return PublishedAdapter(factors, self._scaling, self.base())
 
     def overflowing(self, published: Mapping[str, Tensor]) -> list[str]:
         """Names of layers whose A, B or merged weights may not be finite: their norms bound every number of B A."""
         numbers = [published[f"{name}.lora_{which}"].detach() for name in self._factors for which in "AB"]
         precise = torch.promote_types(self._model.dtype, torch.float32)
         of_a, of_b = torch.stack(torch._foreach_norm(numbers, dtype=precise)).double().view(-1, 2).unbind(1)
-        scaling = self.settings.alpha / self.settings.rank
-        bounded = scaling * of_a * of_b <= torch.finfo(self._model.dtype).max
+        bounded = self._scaling * of_a * of_b <= torch.finfo(self._model.dtype).max
         return [name for name, is_bounded in zip(self._factors, bounded.tolist(), strict=True) if not is_bounded]
 
     def export(self, path: Path, tensors: Mapping[str, Tensor]) -> None:

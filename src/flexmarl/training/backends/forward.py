@@ -164,13 +164,21 @@ def run(
     `head_form`; without it, all logits of the pass are made at once. `dtype` is the type in which the model computes;
     None: that of its weights.
     """
-    merged = tree and _merged(samples, tree, model.device, dtype or model.dtype)
-    rows, places, options = merged or (_padded(samples), None, {})
+    rows, places, options = inputs_for(model, samples, tree, dtype)
     found = predict(model, rows, form=form, places=places, entropy_gradient=entropy_gradient, **options)
     if value_head is None:
         return TokenOutputs(found.logprobs, found.entropy)
     values = value_head(found.hidden)
     return TokenOutputs(found.logprobs, found.entropy, values if places is None else values[places])
+
+
+def inputs_for(
+    model: PreTrainedModel, samples: Sequence[Sample], tree: PrefixTree | None, dtype: torch.dtype | None = None
+) -> tuple[PaddedRows, Tensor | None, dict[str, Any]]:
+    """Arguments of `predict` for one pass: rows, `places`, and the model's own options."""
+    if tree is None:
+        return _padded(samples), None, {}
+    return _merged(samples, tree, model.device, dtype or model.dtype)
 
 
 def _trees(samples: Sequence[Sample], settings: TrainingSettings, shape: ModelShape) -> Iterator[Pass]:
@@ -203,7 +211,7 @@ def inputs_of(sample: Sample) -> IntArray:
 
 def _merged(
     samples: Sequence[Sample], tree: PrefixTree, device: torch.device, dtype: torch.dtype
-) -> tuple[PaddedRows, Tensor, Any]:
+) -> tuple[PaddedRows, Tensor, dict[str, Any]]:
     """The tree as one row; [N] which gathered node predicts each token; the model's other arguments."""
     ids, options = along(tree, device, dtype)
     nodes, places = np.unique(tree.predictors, return_inverse=True)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexmarl.errors import CheckpointError
@@ -138,13 +140,13 @@ class Backward:
 
     def __init__(self, network: Network, objective: Objective, updater: Updater, *, scale: float) -> None:
         """`scale` is kappa, `training.accumulation_scale`."""
-        self._network, self._objective = network, objective
-        self._updater, self._scale = updater, scale
+        self.network, self.objective = network, objective
+        self._updater, self.scale = updater, scale
 
     def add(self, trained: Sequence[Weighted], together: Pass, version: Version) -> dict[str, float]:
         """Adds one pass over some of `trained` to the gradients. Returns its sums for a LossReport."""
-        objective, network = self._objective, self._network
-        samples, weights = _of(trained, together)
+        objective, network = self.objective, self.network
+        samples, weights = rows_of_pass(trained, together.rows)
         reference = network.reference_logprobs(samples, together.tree) if objective.needs_reference else None
         with network.computing():
             outputs = network.outputs(samples, together.tree, entropy_gradient=objective.needs_entropy_gradient)
@@ -152,8 +154,8 @@ class Backward:
                 outputs.nothing().backward()
                 return {}
             loss, figures = objective(samples, weights, outputs, version=version, reference=reference)
-            (loss * self._scale).backward()
-        return objective.sums(samples, figures) | _computed(samples, together)
+            (loss * self.scale).backward()
+        return objective.sums(samples, figures) | computed(samples, together.tokens_saved)
 
     def open_sums(self, members: Sequence[Weighted], together: Pass, version: Version) -> OpenSums:
         """Sums of one pass over some rows of one open credit group. No gradients stay in the parameters.
@@ -161,23 +163,24 @@ class Backward:
         It takes one forward pass. A second backward pass is needed only if scores differ: if they are equal, the sum of
         c g is a multiple of the sum of g. Several ranks look at the scores of all their rows: they need equally many.
         """
-        samples, weights = _of(members, together)
-        compared = samples if self._network.ranks.world == 1 else [sample for sample, _ in members]
+        samples, weights = rows_of_pass(members, together.rows)
+        compared = samples if self.network.ranks.world == 1 else [sample for sample, _ in members]
         scores = [sample.advantage for sample in compared]
         differ = len(set(scores)) > 1
         plain_samples = [replace(sample, advantage=1.0) for sample in samples]
-        with self._network.computing():
-            outputs = self._network.outputs(samples, together.tree)
+        with self.network.computing():
+            outputs = self.network.outputs(samples, together.tree)
             if together.idle:
                 plain_loss, scored_loss, sums, counted = outputs.nothing(), outputs.nothing(), {}, []
             else:
-                plain_loss, figures = self._objective(plain_samples, weights, outputs, version=version)
-                scored_loss, _ = self._objective(samples, weights, outputs, version=version)
-                sums, counted = self._objective.sums(plain_samples, figures) | _computed(samples, together), samples
-            (plain_loss * self._scale).backward(retain_graph=differ)
+                plain_loss, figures = self.objective(plain_samples, weights, outputs, version=version)
+                scored_loss, _ = self.objective(samples, weights, outputs, version=version)
+                sums = self.objective.sums(plain_samples, figures) | computed(samples, together.tokens_saved)
+                counted = samples
+            (plain_loss * self.scale).backward(retain_graph=differ)
             plain = self._updater.take_gradients()
             if differ:
-                (scored_loss * self._scale).backward()
+                (scored_loss * self.scale).backward()
                 scored = self._updater.take_gradients()
             else:
                 scored = list(torch._foreach_mul(plain, scores[0]))
@@ -191,14 +194,16 @@ class Backward:
         )
 
 
-def _of(weighted: Sequence[Weighted], together: Pass) -> tuple[list[Sample], list[float]]:
-    rows = [weighted[row] for row in together.rows]
-    return [sample for sample, _ in rows], [weight for _, weight in rows]
+def rows_of_pass(weighted: Sequence[Weighted], rows: NDArray[np.int64]) -> tuple[list[Sample], list[float]]:
+    """The samples and the weights of some rows."""
+    chosen = [weighted[row] for row in rows]
+    return [sample for sample, _ in chosen], [weight for _, weight in chosen]
 
 
-def _computed(samples: Sequence[Sample], together: Pass) -> dict[str, float]:
+def computed(samples: Sequence[Sample], tokens_saved: int) -> dict[str, float]:
+    """Sums of a LossReport on what a pass computed."""
     row_tokens = sum(len(sample.turn.prompt_ids) + sample.num_tokens - 1 for sample in samples)
-    return {ROW_TOKENS: row_tokens, SAVED: together.tokens_saved}
+    return {ROW_TOKENS: row_tokens, SAVED: tokens_saved}
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

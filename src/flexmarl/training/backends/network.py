@@ -157,11 +157,6 @@ class Network:
             self.model(input_ids=torch.tensor([[0, 1]], device=self.model.device), use_cache=False)
 
     @property
-    def has_adapter(self) -> bool:
-        """True if an adapter is trained, and the model's own weights stay as they are."""
-        return self._adapter is not None
-
-    @property
     def has_reference(self) -> bool:
         """True if `reference_logprobs` may be called."""
         return self._reference is not None
@@ -175,6 +170,20 @@ class Network:
     def extra(self) -> Mapping[str, nn.Parameter]:
         """Trained parameters that are not part of the model, by name."""
         return {} if self._value_head is None else dict(self._value_head.named_parameters(prefix="value_head"))
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The part that is trained; None if it is the whole model."""
+        return self._adapter
+
+    @property
+    def value_head(self) -> ValueHead | None:
+        """The critic's part; None without a critic."""
+        return self._value_head
+
+    def plan_rows(self, samples: Sequence[Sample]) -> list[Pass]:
+        """Divides samples into passes of padded rows; none goes along a tree."""
+        return plan(samples, self._settings, overhead=self._overhead)
 
     def plan(self, samples: Sequence[Sample]) -> list[Pass]:
         """Divides samples into passes through the model.

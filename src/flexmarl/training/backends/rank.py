@@ -22,14 +22,14 @@ from typing import Literal, TypeVar
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.cluster.torch_device import free_unused, place
+from flexmarl.cluster.torch_device import free_unused
 from flexmarl.errors import FlexmarlError, ObjectError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, canary_key, weights_key
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
-from flexmarl.training.backends.causal_lm import DTYPES, check_model_files, load_model, unique_tensors
+from flexmarl.training.backends.causal_lm import check_model_files, load_model
 from flexmarl.training.backends.ranks import ALONE, Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.backends.state import Tensors, TrainerState, bind, buffers_of, empty_like, facts_of
+from flexmarl.training.backends.state import Base, Tensors, TrainerState, bind, empty_like, facts_of
 from flexmarl.training.group import SetAside
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.settings import TrainingSettings
@@ -56,15 +56,6 @@ class Trained:
 MakeSingle = Callable[[PolicyName, PreTrainedModel, Ranks], SingleProcessTrainer]
 """Makes the trainer of a policy around a model that is loaded already, as one of these ranks; called on the rank's
 device thread."""
-
-
-@dataclass(slots=True)
-class _Base:
-    """Weights that adapters are trained on, as they are on the device."""
-
-    name: tuple[str, str]
-    weights: Tensors
-    buffers: Tensors
 
 
 class RankHost:
@@ -98,7 +89,7 @@ class RankHost:
         self._policy = PolicyName("")
         self._aside: SetAside | None = None
         """The state of which the policy that it holds was resumed."""
-        self._base: _Base | None = None
+        self._base: Base | None = None
         self._skeletons: dict[str | Path, PreTrainedModel] = {}
         """Models without memory, by their source."""
 
@@ -231,19 +222,15 @@ class RankHost:
 
     def _on_base(self, trained: Trained) -> PreTrainedModel:
         if self._base is None or self._base.name != trained.base:
-            self._base = None
-            model = load_model(trained.source)
-            place(model, self._device, DTYPES[trained.settings.dtype])
-            assert trained.base is not None, "asked of policies with adapters"
-            weights = {name: tensor.detach() for name, tensor in unique_tensors(model)}
-            self._base = _Base(trained.base, weights, buffers_of(model))
-        return bind(self._skeleton(trained), self._base.weights, self._base.buffers)
+            self._base = None  # Before the next one is loaded: two may find no room.
+            self._base = Base(trained.source, trained.settings.dtype, self._device, self._skeleton(trained))
+        return self._base.model()
 
     def _skeleton(self, trained: Trained) -> PreTrainedModel:
         """A model without memory. Its files are read once."""
         if trained.source not in self._skeletons:
             self._skeletons[trained.source] = check_model_files(trained.source)
-        return deepcopy(self._skeletons[trained.source])
+        return self._skeletons[trained.source]
 
     def _brought_back(
         self, policy: PolicyName, aside: SetAside, here: dict[str, Tensors], ranks: Ranks
@@ -251,7 +238,7 @@ class RankHost:
         trained = self._policies[policy]
         if trained.base is None:
             self._base = None
-            model = bind(self._skeleton(trained), here["weights"], here.get("buffers", {}))
+            model = bind(deepcopy(self._skeleton(trained)), here["weights"], here.get("buffers", {}))
         else:
             model = self._first_model(policy, ranks)
         trainer = self._make(policy, model, ranks)

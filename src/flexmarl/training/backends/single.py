@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
@@ -44,6 +45,22 @@ from flexmarl.training.tree.merge import PrefixTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Accumulating:
+    """A micro-batch of which the passes are made. Nothing of it is in the cache yet."""
+
+    batch: MicroBatch
+    trained: list[Weighted]
+    """Rows whose gradients go straight to the cache."""
+    opened: list[Weighted]
+    """Rows of open credit groups."""
+    started: float
+    sums: Sequence[Mapping[str, float]] = ()
+    """The sums of each pass over `trained`."""
+    gradients: list[Tensor] | None = None
+    open_sums: Mapping[str, OpenSums] = field(default_factory=dict)
 
 
 class SavesPretrained(Protocol):
@@ -117,6 +134,16 @@ class SingleProcessTrainer:
         """The version whose weights were set last, and their checksum."""
 
     @property
+    def turn(self) -> asyncio.Lock:
+        """Held by the call that is being executed. Hold it for `begin`, `end_passes` and `commit`."""
+        return self._turn
+
+    @property
+    def backward(self) -> Backward:
+        """The part that makes gradients."""
+        return self._backward
+
+    @property
     def version(self) -> Version:
         """How many updates the weights have had."""
         return self._version
@@ -145,6 +172,24 @@ class SingleProcessTrainer:
 
         Each pass is one piece of work of the device thread, so that decode steps of an engine run between passes.
         """
+        work = await self.begin(batch)
+        if isinstance(work, LossReport):
+            return work
+        with boundary(
+            TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}", users_code=True
+        ):
+            sums = [
+                await self._run(self._backward.add, work.trained, together, self._version)
+                for together in await self._run(self._network.plan, [sample for sample, _ in work.trained])
+            ]
+            await self.end_passes(work, sums)
+            return await self.commit(work)
+
+    async def begin(self, batch: MicroBatch) -> Accumulating | LossReport:
+        """Finds the rows of a micro-batch that need a pass, and drops what a pass that failed has left in gradients.
+
+        Returns the report of a micro-batch that is accumulated already.
+        """
         self._require_finite()
         if batch.policy != self._policy:
             raise TrainingError(
@@ -152,22 +197,24 @@ class SingleProcessTrainer:
             )
         if batch.micro_batch_id in self._reports:
             return self._reports[batch.micro_batch_id]
-        started = time.perf_counter()
-        loss = self._settings.loss
+        loss, started = self._settings.loss, time.perf_counter()
         weights = token_weights(batch.samples, loss.aggregation, loss.horizon_tokens)
         skip_zero = self._settings.skip_zero_advantage and self._objective.skips_zero_advantages
         weighted = [pair for pair in zip(batch.samples, weights.tolist(), strict=True) if pair[1]]
         trained = [pair for pair in weighted if not pair[0].open_group and (pair[0].has_gradient or not skip_zero)]
-        doing = f"{self._where}: accumulating micro-batch {batch.micro_batch_id}"
-        with boundary(TrainingError, doing, users_code=True):
-            await self._run(self._updater.take_gradients)
-            sums = [
-                await self._run(self._backward.add, trained, together, self._version)
-                for together in await self._run(self._network.plan, [sample for sample, _ in trained])
-            ]
-            gradients = await self._run(self._updater.take_gradients) if sums else None
-            opened = await self._open_sums([pair for pair in weighted if pair[0].open_group])
-            return await self._run(self._commit, batch, gradients, opened, sums, started)
+        await self._run(self._updater.take_gradients)
+        opened = [pair for pair in weighted if pair[0].open_group]
+        return Accumulating(batch=batch, trained=trained, opened=opened, started=started)
+
+    async def end_passes(self, work: Accumulating, sums: Sequence[Mapping[str, float]]) -> None:
+        """Takes the gradients of the passes over `work.trained`, which had these sums, and computes open groups."""
+        work.sums = sums
+        work.gradients = await self._run(self._updater.take_gradients) if sums else None
+        work.open_sums = await self._open_sums(work.opened)
+
+    async def commit(self, work: Accumulating) -> LossReport:
+        """Adds the gradients of a micro-batch to the cache."""
+        return await self._run(self._commit, work)
 
     async def close_groups(self, lines: Mapping[str, CreditLine | None]) -> float:
         """Combines the two sums of each group into one, and adds it to the cache."""
@@ -363,25 +410,18 @@ class SingleProcessTrainer:
             self._reports = {}  # Else the next step's first rows, under these ids, would be taken for accumulated.
         return sum(report.num_tokens for report in reports)
 
-    def _commit(
-        self,
-        batch: MicroBatch,
-        gradients: list[Tensor] | None,
-        opened: Mapping[str, OpenSums],
-        sums: Sequence[Mapping[str, float]],
-        started: float,
-    ) -> LossReport:
-        if gradients is not None:
-            self._cache.add(gradients)
-        self._cache.add_open(opened)
-        of_ranks = self._ranks.everyone((self._objective.total(sums), time.perf_counter() - started))
+    def _commit(self, work: Accumulating) -> LossReport:
+        if work.gradients is not None:
+            self._cache.add(work.gradients)
+        self._cache.add_open(work.open_sums)
+        of_ranks = self._ranks.everyone((self._objective.total(work.sums), time.perf_counter() - work.started))
         report = LossReport(
-            micro_batch_id=batch.micro_batch_id,
-            **batch.counts(),
+            micro_batch_id=work.batch.micro_batch_id,
+            **work.batch.counts(),
             sums=self._objective.total(of_rank for of_rank, _ in of_ranks),
             duration_s=max(duration_s for _, duration_s in of_ranks),
         )
-        self._reports[batch.micro_batch_id] = report
+        self._reports[work.batch.micro_batch_id] = report
         return report
 
     def _step(self, divisors: Divisors) -> UpdateReport:

@@ -14,17 +14,21 @@ which ranks have parts is laid out whole.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmarl.training.backends.causal_lm import Updater, use_onednn
+from flexmarl.cluster.torch_device import place
+from flexmarl.training.backends.causal_lm import DTYPES, Updater, load_model, unique_tensors, use_onednn
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.network import Network
 from flexmarl.training.backends.ranks import part_of
+from flexmarl.training.settings import Dtype
 
 Tensors = dict[str, Tensor]
 
@@ -45,7 +49,7 @@ class TrainerState:
 def state_of(network: Network, updater: Updater, cache: GradientCache) -> TrainerState:
     """Names every tensor that a trainer holds. Copies none."""
     model, names, whole = network.model, list(updater.masters), updater.whole
-    weights = {} if network.has_adapter else network.tensors()
+    weights = network.tensors() if network.adapter is None else {}
     masters = updater.masters.items()
     found: dict[str, Tensors] = {
         "weights": weights,
@@ -146,3 +150,19 @@ def bind(model: PreTrainedModel, weights: Mapping[str, Tensor], buffers: Mapping
     assert not lacking, f"a state lacks the tensors {lacking[:5]} of its model"
     use_onednn(model)
     return model
+
+
+class Base:
+    """Weights on a device that adapters of several policies are trained on. Nothing writes to them."""
+
+    def __init__(self, source: str | Path, dtype: Dtype, device: str, skeleton: PreTrainedModel) -> None:
+        """Loads them. `skeleton` is the model without memory (`check_model_files`)."""
+        self.name = (str(source), dtype)
+        model = load_model(source)
+        place(model, device, DTYPES[dtype])
+        self.weights: Tensors = {name: tensor.detach() for name, tensor in unique_tensors(model)}
+        self._buffers, self._skeleton = buffers_of(model), skeleton
+
+    def model(self) -> PreTrainedModel:
+        """A model that computes with these weights, for an adapter to be put on. It has no memory of its own."""
+        return bind(deepcopy(self._skeleton), self.weights, self._buffers)

@@ -9,6 +9,8 @@ grows by one branch per row. A segment is a stretch of tokens without a fork; wh
 continues, a new segment begins too.
 
 `cut` decides which rows make one tree. A cut repeats the prefix that it crosses, so subtrees stay together.
+
+`side_by_side` puts trees into one pass without merging them: equal tokens of two of them stay two nodes.
 """
 
 from collections.abc import Sequence
@@ -81,6 +83,25 @@ def merge(rows: Sequence[IntArray], num_labels: Sequence[int]) -> PrefixTree:
     for rank, common in enumerate(shared.tolist()):
         branches.add(rank, common)
     return branches.numbered(order.argsort(), num_labels)
+
+
+def side_by_side(trees: Sequence[PrefixTree]) -> PrefixTree:
+    """One forest of the trees, whose nodes follow one another. No node sees one of another tree.
+
+    >>> both = side_by_side([merge([np.array([7, 8])], [1]), merge([np.array([7, 9])], [2])])
+    >>> both.tokens.tolist(), both.depths.tolist(), both.predictors.tolist()
+    ([7, 8, 7, 9], [0, 1, 0, 1], [1, 2, 3])
+    """
+    offsets = np.cumsum([0, *(tree.num_tokens for tree in trees[:-1])])
+    placed = list(zip(trees, offsets, strict=True))
+    return PrefixTree(
+        tokens=np.concatenate([tree.tokens for tree in trees]),
+        depths=np.concatenate([tree.depths for tree in trees]),
+        starts=np.concatenate([tree.starts + offset for tree, offset in placed]),
+        stops=np.concatenate([tree.stops + offset for tree, offset in placed]),
+        subtree_stops=np.concatenate([tree.subtree_stops + offset for tree, offset in placed]),
+        predictors=np.concatenate([tree.predictors + offset for tree, offset in placed]),
+    )
 
 
 def _common(first: IntArray, second: IntArray) -> int:
