@@ -1,6 +1,6 @@
 """Requests made by rule from the gateway's own description, sound and unsound: each has an answer, and none is a fault.
 
-FLEXMARL_CASES    requests of each kind at each path, 40 by default
+FLEXMARL_CASES    requests of each kind at each path, 25 by default
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.unit.gateway.doors import At, TokenModel, play
 schemathesis = pytest.importorskip("schemathesis", reason="run by `make test-gateway`")
 httpx = pytest.importorskip("httpx2", reason="run by `make test-gateway`")
 
-CASES = int(os.environ.get("FLEXMARL_CASES", "40"))
+CASES = int(os.environ.get("FLEXMARL_CASES", "25"))
 TIMEOUT_S = 20.0
 tokenizer_of = cache(byte_pairs)
 

@@ -99,13 +99,13 @@ def test_a_run_that_streams_credit_and_loses_its_trainer_keeps_every_law() -> No
 
 def test_programs_that_misbehave_lose_no_token_whatever_befalls_the_run() -> None:
     together = Counter[str]()
-    for seed in [seed for seed in range(1000) if draw(seed).programs][:60]:
+    for seed in [seed for seed in range(1000) if draw(seed).programs][:40]:
         story = live(draw(seed))
         assert broken(story) == {}, f"python -m flexmarl.testing.faults --seeds {seed}:{seed + 1}"
         together += combined(story)
     wanted = {name for name in COMBINATIONS if name.startswith("program_") or name.endswith("at_a_door")}
     assert len(wanted) == 5
-    assert not [name for name in wanted if together[name] < 5], together
+    assert not [name for name in wanted if together[name] < 3], together
 
 
 def test_updates_are_deferred_and_instances_lost_in_runs_of_the_asynchronous_modes() -> None:
