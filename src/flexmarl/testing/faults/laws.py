@@ -28,7 +28,6 @@ from flexmarl.records import (
     ROW_TERMINAL,
     EpisodeId,
     FinishReason,
-    GenerationRequest,
     IntArray,
     PolicyName,
     Purpose,
@@ -210,29 +209,32 @@ def law_7_rows_hold_what_engines_sampled(story: Story) -> Iterator[str]:
     """A row has, to the last bit, the prompt, ids and log-probabilities of the engines that answered its call."""
     prompts: dict[str, IntArray] = {}
     answers: dict[str, list[Answered]] = defaultdict(list)
-    for engine in (engine for life in story.lives for engine in life.engines.values()):
-        for request in engine.asked:
-            prompts[request.request_id] = prompt_of(request)
-        for answered in engine.answered:
-            answers[answered.request.request_id].append(answered)
+    for life in story.lives:
+        if story.programs:  # One that plays an episode again may ask for something else.
+            again = {_episode(request.request_id) for engine in life.engines.values() for request in engine.asked}
+            for kept in (prompts, answers):
+                for name in [name for name in kept if _episode(name) in again]:
+                    del kept[name]
+        for engine in life.engines.values():
+            for request in engine.asked:
+                prompts[request.request_id] = request.prompt_ids[: len(request.prompt_ids) - request.offset]
+            for answered in engine.answered:
+                answers[answered.request.request_id].append(answered)
     for row in story.rows:
         if row.sample_id in prompts and not _same(row.values["prompt_ids"], prompts[row.sample_id]):
             yield f"{row.sample_id}: its prompt is not the one that its engine was asked"
         if row.version is None:
             continue
         num_tokens = len(row.values["response_ids"])
-        # A program may ask for something else when its episode is played again after a resumption.
-        asked = [one for one in answers[row.sample_id] if _same(row.values["prompt_ids"], prompt_of(one.request))]
-        if num_tokens not in {a.request.offset + len(a.generation.response_ids) for a in asked}:
+        if num_tokens not in {a.request.offset + len(a.generation.response_ids) for a in answers[row.sample_id]}:
             yield f"{row.sample_id} has {num_tokens} tokens, no engine's answer ended there"
-        for answered in asked:
+        for answered in answers[row.sample_id]:
             if strays := [name for name in _SAMPLED if not _agrees(row, answered, name)]:
                 yield f"{row.sample_id}: its {', '.join(strays)} are not those that an engine sampled"
 
 
-def prompt_of(request: GenerationRequest) -> IntArray:
-    """The prompt without the tokens that another instance sampled."""
-    return request.prompt_ids[: len(request.prompt_ids) - request.offset]
+def _episode(request: str) -> str:
+    return split_sample_id(SampleId(request))[2]
 
 
 _SAMPLED = ("response_ids", "logprobs", "raw_logprobs")

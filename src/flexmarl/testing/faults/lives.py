@@ -130,7 +130,14 @@ def live(schedule: Schedule, mutation: Mutation = SOUND) -> Story:
             lives.append(run.live())
             if _is_over(lives) or len(lives) > len(schedule.plan.faults) + 2:
                 chance = bool(schedule.raising or schedule.forgetful or schedule.long_winded or schedule.programs)
-                return Story(settings=run.settings, chance=chance, lives=lives, rows=tuple(run.rows()), folder=name)
+                return Story(
+                    settings=run.settings,
+                    chance=chance,
+                    programs=schedule.programs,
+                    lives=lives,
+                    rows=tuple(run.rows()),
+                    folder=name,
+                )
             if isinstance(lives[-1].error, CheckpointError):
                 shutil.rmtree(folder)  # The error asks for this; the run then starts from step 0.
                 folder.mkdir()

@@ -70,6 +70,8 @@ class Story:
     settings: RunSettings
     chance: bool = False
     """True if episodes may fail by chance. Such a run may end because it has no samples."""
+    programs: bool = False
+    """True if programs play the seats."""
     lives: Sequence[Life]
     rows: Sequence[Row] = field(repr=False)
     folder: str = ""
