@@ -97,6 +97,8 @@ class InferencePool:
             )
             for policy, engines in instances.items()
         }
+        self._aborting: dict[str, asyncio.Future[None]] = {}
+        """By request id: the aborts that engines have not acknowledged yet."""
         self._dispatches = {
             policy: Dispatch(of_policy, start=self._start, awake=self._awake, events=self.events)
             for policy, of_policy in self._policies.items()
@@ -177,8 +179,12 @@ class InferencePool:
         Waits while no instance has a place, or while none is live and one is being started or moved. Cancelling the
         caller aborts the request; `interrupted` then gets the future of the tokens so far, which is done within the
         grace period. Raises EngineError if no instance of the policy is left and nothing was sampled.
+
+        A request with the id of one that was cancelled waits until that one is aborted: engines abort by ids.
         """
         self._instances_of(request.policy)
+        while earlier := self._aborting.get(request.request_id):
+            await asyncio.wait([earlier])
         loop = asyncio.get_running_loop()
         call = Call(request, next(self._numbers), loop.create_future(), asked_at=loop.time())
         dispatch = self._dispatches[request.policy]
@@ -201,12 +207,16 @@ class InferencePool:
         except (asyncio.CancelledError, GeneratorExit):
             call.over = True
             if self._open:
-                self._start(dispatch.abort(call), f"abort-{request.request_id}")
+                aborting = self._start(self._abort(dispatch, call), f"abort-{request.request_id}")
+                self._aborting[request.request_id] = aborting
+                aborting.add_done_callback(lambda _: self._aborting.pop(request.request_id, None))
                 loop.call_later(self._settings.abort_grace_s, self._give_up, dispatch, call)
-            if self._open and interrupted is not None:
+            if not self._open:
+                call.answer.cancel()
+            elif interrupted is not None:
                 interrupted(call.answer)
             else:
-                call.answer.cancel()
+                call.answer.add_done_callback(_unread)
             raise
         finally:
             self._under_way -= 1
@@ -307,6 +317,13 @@ class InferencePool:
     def _give_out(self, policy: PolicyName) -> None:
         self._dispatches[policy].give_out_soon()
 
+    async def _abort(self, dispatch: Dispatch, call: Call) -> None:
+        """Ends an abandoned call, in the grace period at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.abort_grace_s):
+                await dispatch.abort(call)
+                await asyncio.wait([call.answer])
+
     def _give_up(self, dispatch: Dispatch, call: Call) -> None:
         """Ends an abandoned call after its grace period, with the tokens that were sampled so far."""
         self._lose_if_silent(call)
@@ -373,6 +390,12 @@ class InferencePool:
             task.cancel()
         for dispatch in self._dispatches.values():
             dispatch.close()
+
+
+def _unread(answer: asyncio.Future[Generation]) -> None:
+    """Reads an answer for a caller that has gone: an error that nobody reads is printed."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _late(answer: Generation, timeout_s: float | None) -> Generation:

@@ -105,6 +105,38 @@ def test_an_engine_that_answered_to_an_abort_is_not_lost_by_a_later_request_with
     run_virtual(scenario())
 
 
+def test_an_abort_on_its_way_does_not_reach_a_later_request_with_the_same_id():
+    class Distant:
+        """An engine whose aborts arrive late."""
+
+        def __init__(self, engine):
+            self.engine = engine
+
+        async def abort(self, request_ids):
+            await asyncio.sleep(0.7)
+            await self.engine.abort(request_ids)
+
+        def __getattr__(self, name):
+            return getattr(self.engine, name)
+
+    async def scenario(leaves_after, keeps):
+        async with InferencePool({POLICY: [Distant(scripted())]}, PoolSettings(abort_grace_s=2.0)).open() as pool:
+            interrupted = kept.append if keeps else None
+            left = asyncio.create_task(pool.generate(request("r", max_tokens=10), interrupted=interrupted))
+            await asyncio.sleep(leaves_after)
+            left.cancel()
+            await asyncio.sleep(0)
+            again = await pool.generate(request("r", max_tokens=5))
+            assert not pool.lost
+        return text(again), again.finish
+
+    for leaves_after in (0.5, 9.8):
+        for keeps in (False, True):
+            kept = []
+            assert run_virtual(scenario(leaves_after, keeps)) == ("abcde", FinishReason.LENGTH)
+            assert [one.done() for one in kept] == [True] * keeps
+
+
 def test_cancelling_the_caller_aborts_its_request_and_no_other():
     async def scenario():
         engine = scripted()
