@@ -49,6 +49,7 @@ def measured(text: str) -> str:
         text.replace("two_turns", "measured_turns")
         .replace("digits_in", "measured_in")
         .replace('"raises"', '"measured_raises"')
+        .replace('"tells_its_key"', '"measured_key"')
     )
 
 
