@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -60,6 +60,7 @@ from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
 from flexmarl.training.together import SharedBase
 
+T = TypeVar("T")
 RESUME = "go on from the last checkpoint with --resume"
 
 
@@ -261,33 +262,27 @@ class RealResidents:
 
     def trainer(self, policy: PolicyName) -> ResidentSpec[Trainer]:
         """Specifies the trainer of a policy."""
+        return self._trainer(policy, Trainer, partial(self.materials.make_trainer, policy))
+
+    def bases(self) -> list[ResidentSpec[SharedBase]]:
+        """Specifies the trainers of policies that are trained together, by `RunSettings.trained_together`."""
+        return [
+            self._trainer(policies[0], SharedBase, partial(self.materials.make_base, policies))
+            for names in self.materials.settings.trained_together
+            if (policies := [PolicyName(name) for name in names])
+        ]
+
+    def _trainer(self, policy: PolicyName, contract: type[T], make: Callable[[], T]) -> ResidentSpec[T]:
         return ResidentSpec(
             name=WorkerId.trainer(policy),
             kind=ResidentKind.TRAINER,
-            contract=Trainer,
-            make=partial(self.materials.make_trainer, policy),
+            contract=contract,
+            make=make,
             error=TrainingError,
             advice=RESUME,
             devices=self._devices,
             threads=self._threads,
         )
-
-    def bases(self) -> list[ResidentSpec[SharedBase]]:
-        """Specifies the trainers of policies that are trained together, by `RunSettings.trained_together`."""
-        return [
-            ResidentSpec(
-                name=WorkerId.trainer(policies[0]),
-                kind=ResidentKind.TRAINER,
-                contract=SharedBase,
-                make=partial(self.materials.make_base, policies),
-                error=TrainingError,
-                advice=RESUME,
-                devices=self._devices,
-                threads=self._threads,
-            )
-            for names in self.materials.settings.trained_together
-            if (policies := [PolicyName(name) for name in names])
-        ]
 
     def places(self) -> list[MakeSpecs]:
         """Returns what specifies the ranks of each place, where policies share places or have several ranks."""

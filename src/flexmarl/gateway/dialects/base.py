@@ -203,6 +203,19 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
+class SampledBody(Body):
+    """Base of the bodies of OpenAI's older APIs: what they ask of the sampling."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
 B = TypeVar("B", bound=Body)
 
 

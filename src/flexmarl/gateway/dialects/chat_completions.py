@@ -17,6 +17,7 @@ from flexmarl.gateway.dialects.base import (
     Refused,
     ReplyChoice,
     Said,
+    SampledBody,
     asked_of,
     checked,
     event,
@@ -25,7 +26,6 @@ from flexmarl.gateway.dialects.base import (
     text_of_parts,
 )
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -39,7 +39,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
 
 
-class ChatBody(Body):
+class ChatBody(SampledBody):
     """The fields that are read."""
 
     model: str = ""
@@ -58,14 +58,6 @@ class ChatBody(Body):
     return_token_ids: bool | None = None
     audio: Any = None
     modalities: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class ChatCompletions:
@@ -102,7 +94,7 @@ class ChatCompletions:
             usage=bool((read.stream_options or {}).get("include_usage")),
             logprobs=bool(read.logprobs),
             ids=bool(read.return_token_ids),
-            asked=asked_of(body, SAMPLING),
+            asked=asked_of(body, tuple(SampledBody.model_fields)),
             ignored=ignored_fields(ChatBody, body),
         )
 

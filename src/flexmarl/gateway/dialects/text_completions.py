@@ -14,20 +14,20 @@ from flexmarl.gateway.dialects.base import (
     MOST_CHOICES,
     Answer,
     Ask,
-    Body,
     Cut,
     Frame,
     Refused,
     ReplyChoice,
+    SampledBody,
     asked_of,
     checked,
     event,
     ignored_fields,
 )
-from flexmarl.gateway.dialects.chat_completions import SAMPLING, openai_error, usage_of
+from flexmarl.gateway.dialects.chat_completions import openai_error, usage_of
 
 
-class CompletionBody(Body):
+class CompletionBody(SampledBody):
     """The fields that are read."""
 
     model: str = ""
@@ -42,14 +42,6 @@ class CompletionBody(Body):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class TextCompletions:
@@ -82,7 +74,7 @@ class TextCompletions:
             logprobs=read.logprobs is not None,
             ids=bool(read.return_token_ids),
             store=False,
-            asked=asked_of(body, SAMPLING),
+            asked=asked_of(body, tuple(SampledBody.model_fields)),
             ignored=ignored_fields(CompletionBody, body),
         )
 
