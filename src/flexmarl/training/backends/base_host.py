@@ -40,10 +40,10 @@ class BaseHost:
         async with AsyncExitStack() as turns:
             for policy in policies:  # In one order for all calls, so that no two wait for each other.
                 await turns.enter_async_context(self._trainers[policy].turn)
-            found = [await self._trainers[batch.policy].begin(batch) for batch in batches]
-            works = {work.batch.policy: work for work in found if isinstance(work, Accumulating)}
             doing = f"policies {', '.join(policies)}: accumulating in one pass"
             with boundary(TrainingError, doing, users_code=True):
+                found = [await self._trainers[batch.policy].begin(batch) for batch in batches]
+                works = {work.batch.policy: work for work in found if isinstance(work, Accumulating)}
                 await self._make_passes(works)
                 return [
                     await self._trainers[work.batch.policy].commit(work) if isinstance(work, Accumulating) else work

@@ -172,12 +172,12 @@ class SingleProcessTrainer:
 
         Each pass is one piece of work of the device thread, so that decode steps of an engine run between passes.
         """
-        work = await self.begin(batch)
-        if isinstance(work, LossReport):
-            return work
         with boundary(
             TrainingError, f"{self._where}: accumulating micro-batch {batch.micro_batch_id}", users_code=True
         ):
+            work = await self.begin(batch)
+            if isinstance(work, LossReport):
+                return work
             sums = [
                 await self._run(self._backward.add, work.trained, together, self._version)
                 for together in await self._run(self._network.plan, [sample for sample, _ in work.trained])
