@@ -37,10 +37,12 @@ from flexmarl.cluster.interface import ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import EngineError
+from flexmarl.inference.backends.vllm.vllm_engine import CANARY_EVERY
 from flexmarl.inference.settings import AdapterRoom, EmbeddedSettings, EngineSettings, VllmSettings
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import GenerationRequest, InstanceId, PolicyName, Sampling, Version, WorkerId
+from flexmarl.training.backends.network import CANARY_TOKENS
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings
 
@@ -153,7 +155,7 @@ class Publisher:
                 raise RuntimeError("tokens were lost")
             computed.append((await self.engine.usage()).prompt_tokens - before)
         # The canary's own tokens are not those of requests.
-        canary = 32 if self.policy == "merged" else sum(range(4, 32, 4))
+        canary = CANARY_TOKENS if self.policy == "merged" else sum(range(CANARY_EVERY, CANARY_TOKENS, CANARY_EVERY))
         return (computed[1] - canary - computed[0]) / (REQUESTS * LONG)
 
 

@@ -14,6 +14,7 @@ from flexmarl.agents.context import EpisodeContext, call_seed, context_hash
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Parser
 from flexmarl.agents.remembering import AgentContext
+from flexmarl.agents.seat_tools import DelegateSettings
 from flexmarl.agents.workflow_tasks import Outside
 from flexmarl.errors import EngineError, EpisodeError, described, is_unicode, writable
 from flexmarl.records import (
@@ -60,6 +61,7 @@ class AgentSpec:
     max_tool_calls: int = 0
     max_result_chars: int = 8192
     context: AgentContext = "none"
+    delegates: DelegateSettings | None = None
     trust_special: bool = False
     teller: "Teller | None" = None
     """Tells the agent of other tools than its own: those of a program that speaks for it. None: it has no settings."""

@@ -116,6 +116,10 @@ class Ledger:
         self.untrained: dict[SampleId, str] = {}
         """Calls that were left out, each with the reason. Forks share it."""
         self._acts = 0
+        self._lanes = 0
+        self._branches: dict[AgentName, int] = defaultdict(int)
+        self._handed: dict[SampleId, Turn] = {}
+        """For each turn of delegated work, the turn that handed it over."""
         self._sent = 0
         self._counts = _Counts()
         self._forks: list[Ledger] = []
@@ -134,6 +138,7 @@ class Ledger:
         fork = Ledger()
         fork.metrics, fork._counts, fork.graph = dict(self.metrics), self._counts, self.graph
         fork._made, fork.untrained = self._made, self.untrained
+        fork._branches |= self._branches
         self._forks.append(fork)
         return fork
 
@@ -152,6 +157,16 @@ class Ledger:
         """Number of an act that begins now."""
         self._acts += 1
         return self._acts - 1
+
+    def next_lane(self) -> int:
+        """Number of a piece of delegated work that begins now, from 1."""
+        self._lanes += 1
+        return self._lanes
+
+    def next_branch(self, agent: AgentName) -> int:
+        """Number of a branch that a conversation of the agent begins now."""
+        self._branches[agent] += 1
+        return self._branches[agent] - 1
 
     def next_call(self, agent: AgentName, context: str) -> CallNumbers:
         """Numbers of a call that is sent now."""
@@ -173,6 +188,11 @@ class Ledger:
         """Takes a call out of training: its tokens are kept, but it is no turn of the episode, and needs no reward."""
         self._turns.pop(split_sample_id(sample_id)[1], None)
         self.untrained[sample_id] = because
+
+    def hand_over(self, turn: Turn, by: Turn) -> None:
+        """Notes that a turn is part of work which `by` has delegated. It is rewarded as `by` is, unless it is rewarded
+        itself."""
+        self._handed[turn.sample_id] = by
 
     def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:
         """Adds `reward` to the reward of each of these turns, under the name `part`."""
@@ -240,8 +260,13 @@ class Ledger:
         return found
 
     def _parts(self, turn: Turn) -> dict[str, float]:
-        parts = dict(self._team_rewards)
-        for given in (self._agent_rewards.get(turn.agent, {}), self._call_rewards.get(turn.sample_id, {})):
+        parts, own = (
+            dict(self._team_rewards),
+            (self._agent_rewards.get(turn.agent), self._call_rewards.get(turn.sample_id)),
+        )
+        if turn.sample_id in self._handed and not any(own):
+            return self._parts(self._handed[turn.sample_id])
+        for given in filter(None, own):
             for part, reward in given.items():
                 _add(parts, part, reward)
         return parts

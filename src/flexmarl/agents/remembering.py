@@ -21,10 +21,14 @@ ACTION = "compact"
 """Value of the tag `action` of a call that was asked for a summary."""
 LEFT_OUT = "a summary, and context.compact.train_actions is false"
 """Why the tokens of a summary are not trained on."""
+CARRY = "Summary of the conversation so far:\n{summary}\n\n"
+"""Beginning of the message behind a summary, unless settings say otherwise."""
 HIDDEN = "(an earlier result, no longer shown)"
 """Text in the place of a hidden result."""
 
 T = TypeVar("T")
+ContextTool = Literal["compact", "forget", "note", "recall"]
+"""A tool with which an agent changes its own context (`CONTEXT_TOOLS`)."""
 
 
 class CompactSettings(Settings):
@@ -42,7 +46,7 @@ class CompactSettings(Settings):
         min_length=1,
     )
     """Message that asks for the summary, which has at most `sampling.max_tokens`."""
-    carry: str = "Summary of the conversation so far:\n{summary}\n\n"
+    carry: str = CARRY
     """Beginning of the next message that the agent reads. {summary} is what it wrote, without thoughts."""
     train_actions: bool = True
     """False: summaries are not trained on. A control: it shows what training them is worth."""
@@ -116,11 +120,15 @@ class ContextSettings(Settings):
     """Summaries of its own, written when its conversation is too long; null: none."""
     hide_results: HideSettings | None = None
     """Old results of tools are hidden; null: never."""
+    tools: tuple[ContextTool, ...] = ()
+    """Tools with which it decides itself: compact (it writes a summary), forget, note and recall (notes that stay)."""
 
     @model_validator(mode="after")
     def _one_way_to_forget(self) -> "ContextSettings":
-        if self.last is None and self.compact is None and self.hide_results is None:
-            raise ValueError("says nothing; use full, none, or one of last, compact, hide_results")
+        if self.last is None and self.compact is None and self.hide_results is None and not self.tools:
+            raise ValueError("says nothing; use full, none, or one of last, compact, hide_results, tools")
+        if repeated := [name for name in self.tools if self.tools.count(name) > 1]:
+            raise ValueError(f"tools: {repeated[0]!r} stands there twice; name each tool once")
         if self.last is not None and self.compact is not None:
             raise ValueError(
                 f"last is {self.last}, and compact is set: what acts before the last ones said would be in no summary; "
@@ -154,6 +162,17 @@ def recall(context: AgentContext, acts: Sequence[T]) -> Sequence[T]:
 def compaction_of(context: AgentContext) -> CompactSettings | None:
     """The settings of its summaries, if it writes any."""
     return None if isinstance(context, str) else context.compact
+
+
+def carry_of(context: AgentContext) -> str:
+    """The beginning of the message behind a summary."""
+    compact = compaction_of(context)
+    return compact.carry if compact else CARRY
+
+
+def tools_of(context: AgentContext) -> tuple[ContextTool, ...]:
+    """The tools with which it changes its own context."""
+    return () if isinstance(context, str) else context.tools
 
 
 def hiding_of(context: AgentContext) -> HideSettings | None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,22 @@ from flexmarl.agents.chat import Conversation, Message, SaidCall, results_in, sp
 from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.episode_log import Ledger
 from flexmarl.agents.interpret import Ending, Next, found, language_mix, next_move, unread
-from flexmarl.agents.remembering import ACTION, LEFT_OUT, CompactSettings, compaction_of, hiding_of, recall
-from flexmarl.agents.tool_use import ToolUse, use_tools
+from flexmarl.agents.remembering import (
+    ACTION,
+    LEFT_OUT,
+    CompactSettings,
+    ContextTool,
+    carry_of,
+    compaction_of,
+    hiding_of,
+    recall,
+    tools_of,
+)
+from flexmarl.agents.seat_tools import LEAVE_NO_RESULT, DelegateSettings, OwnMemory, without_middle
+from flexmarl.agents.tool_use import Answer, ToolUse, use_tools
 from flexmarl.errors import ConfigError, EpisodeError
-from flexmarl.records import FinishReason, Scalar, Turn
-from flexmarl.tools import Found, ToolCall
+from flexmarl.records import AgentName, FinishReason, Scalar, Turn
+from flexmarl.tools import Found, Observation, ToolCall
 from flexmarl.tools.arguments import BadArguments, fitted
 
 
@@ -94,14 +105,26 @@ class _Work:
 class Seat:
     """An agent in one episode."""
 
-    def __init__(self, agent: AgentSpec, context: EpisodeContext, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        agents: Mapping[AgentName, AgentSpec],
+        name: AgentName,
+        context: EpisodeContext,
+        ledger: Ledger,
+        *,
+        handed_by: tuple[Turn, ...] = (),
+    ) -> None:
+        """`agents`: the whole team. `handed_by`: the turns that handed the seat its task, the first one first."""
+        agent = agents[name]
         self.name = agent.name
         self.policy = agent.policy
         self.last: Reply | None = None
         """Its last reply."""
         self.state: dict[str, Any] = {}
         """Data for the workflow's own use."""
+        self._agents = agents
         self._agent = agent
+        self._handed_by = handed_by
         self._caller = Caller(agent, context, ledger)
         self._renderer = agent.renderer
         self._context = context
@@ -113,7 +136,9 @@ class Seat:
         self._acts: list[tuple[Message, ...]] = []
         """The acts since then."""
         self._conversation: Conversation | None = None
-        self._branches = 0
+        self._memory = OwnMemory()
+        self._begins_anew = False
+        """True once an act has changed what the agent remembers of earlier ones."""
         self._acting = False
         task = context.task
         self._heard = "\n".join((*(one.content for one in task.opening), task.prompt))
@@ -153,12 +178,16 @@ class Seat:
             )
         conversation, self._conversation, self._acting = self._open(), None, True
         before = len(conversation.messages)
+        memory, self._begins_anew = self._memory.copy(), False
         try:
             self.last = await self._answer(conversation, observation, turn, tags)
+        except BaseException:
+            self._memory = memory
+            raise
         finally:
             self._acting = False
         # Only now, so that nothing of a failed act is remembered.
-        if self.last.summaries:
+        if self._begins_anew:
             self._begun, self._acts = tuple(one for one in conversation.messages if one.role != "system"), []
             self._forgotten = conversation.num_results - results_in(self._begun)
         else:
@@ -169,8 +198,8 @@ class Seat:
     def inherit(self, other: "Seat") -> None:
         """Copies what `other`, the same seat in another branch, remembers, and its state."""
         self.last, self.state, self._begun = other.last, deepcopy(other.state), other._begun
-        self._forgotten = other._forgotten
-        self._acts, self._branches = [*other._acts], other._branches
+        self._forgotten, self._memory = other._forgotten, other._memory.copy()
+        self._acts = [*other._acts]
         if other._conversation is not None:
             self._conversation = other._conversation.copy(self._next_branch)
 
@@ -195,8 +224,7 @@ class Seat:
         )
 
     def _next_branch(self) -> int:
-        self._branches += 1
-        return self._branches - 1
+        return self._ledger.next_branch(self.name)
 
     async def _answer(
         self, conversation: Conversation, observation: str, turn: int | None, tags: Mapping[str, Scalar]
@@ -225,6 +253,7 @@ class Seat:
                 left=left,
                 most=agent.max_tool_calls,
                 most_chars=agent.max_result_chars,
+                own=self._own(said.turns[-1], tags),
             )
             act = replace(act, hop=work.turns[0].act_hop, tool_s=clock() - began)
             self._ledger.note(work.turns[-1], _faults(said.calls, used))
@@ -234,7 +263,7 @@ class Seat:
                 Message("tool", use.result, call_id=call_id, name=use.name)
                 for use, call_id in zip(used, said.call_ids, strict=True)
             ]
-            act = await self._hear(conversation, act, work, *results)
+            act = await self._hear(conversation, act, work, *self._rearranged(conversation, work, results))
         return Reply(
             text=said.text,
             parsed=said.parsed,
@@ -246,6 +275,47 @@ class Seat:
             unresolved=bool(said.calls),
             give=self._ledger.reward_turns,
         )
+
+    def _own(self, turn: Turn, tags: Mapping[str, Scalar]) -> Mapping[str, Answer]:
+        """The answers to calls of a turn that no tool outside of the seat answers."""
+
+        async def remember(name: ContextTool, arguments: Mapping[str, Any]) -> Observation:
+            return self._memory.answer(name, arguments)
+
+        own: dict[str, Answer] = {name: partial(remember, name) for name in tools_of(self._agent.context)}
+        if self._agent.delegates:
+            own["delegate"] = partial(self._delegate, self._agent.delegates, turn, tags)
+        return own
+
+    async def _delegate(
+        self, rules: DelegateSettings, turn: Turn, tags: Mapping[str, Scalar], arguments: Mapping[str, Any]
+    ) -> Observation:
+        """Has another agent do a task, in a seat of its own."""
+        if len(self._handed_by) >= rules.depth:
+            return Observation(f"a task can be handed on {rules.depth} deep; do it yourself", ok=False)
+        other, handed_by = AgentName(arguments["agent"]), (*self._handed_by, turn)
+        seat = Seat(self._agents, other, self._context, self._ledger, handed_by=handed_by)
+        lane: dict[str, Scalar] = {"lane": self._ledger.next_lane(), "delegated_by": turn.hop}
+        reply = await seat.act(arguments["task"], turn=None, **{**tags, **lane})
+        return Observation(reply.answer, data=reply)
+
+    def _rearranged(self, conversation: Conversation, work: _Work, results: Sequence[Message]) -> Sequence[Message]:
+        """Applies what the agent has asked of its context. Returns what it hears next."""
+        memory, said = self._memory, conversation.messages
+        summary, keep, memory.summary, memory.keep = memory.summary, memory.keep, None, None
+        system = [one for one in said if one.role == "system"]
+        if summary is not None:
+            self._begins_anew = True
+            work.summaries.append(summary)
+            carried = Message("user", carry_of(self._agent.context).replace("{summary}", summary).rstrip())
+            if all(one.name in LEAVE_NO_RESULT for one in results):
+                conversation.rewrite(system)
+                return [carried]
+            conversation.rewrite([*system, carried, said[-1]])
+        elif keep is not None:
+            self._begins_anew = True
+            conversation.rewrite([*system, *without_middle(said[len(system) :], keep)])
+        return results
 
     async def _hear(self, conversation: Conversation, act: Act, work: _Work, *heard: Message) -> Act:
         """Adds what the agent hears, an observation or results of its calls. It writes a summary first if its next
@@ -286,6 +356,7 @@ class Seat:
             asking = heard[-1]._replace(content=f"{heard[-1].content}\n\n{compact.ask}")
             conversation.receive(*heard[:-1], asking)
         turn, summary = await self._summarise(conversation, act, known=compact.train_actions)
+        self._begins_anew = True
         work.summaries.append(summary)
         if compact.train_actions:
             work.turns.append(turn)
@@ -317,8 +388,14 @@ class Seat:
         summary = call.text[spoken_from(call.text) :].strip()
         turn = await self._writer.record(call, bool(summary), known=known)
         mix = language_mix(turn.text, self._heard)
-        self._ledger.note(turn, found(format_error=not summary, language_mix=mix))
+        self._note(turn, found(format_error=not summary, language_mix=mix))
         return turn, summary
+
+    def _note(self, turn: Turn, signals: Mapping[str, float]) -> None:
+        """Keeps the signals of a turn, and which turn has handed its task over."""
+        self._ledger.note(turn, signals)
+        if self._handed_by:
+            self._ledger.hand_over(turn, self._handed_by[-1])
 
     async def _speak(self, conversation: Conversation, act: Act, *, may_call: bool) -> _Message:
         """Samples one message of at most `max_tokens`.
@@ -340,7 +417,7 @@ class Seat:
             ends = follows is Next.REPLY
             dropped = 1.0 if ends and calls else 0.0
             signals = found(format_error=ends and not valid, language_mix=mix, dropped_tool_calls=dropped)
-            self._ledger.note(turn, signals)
+            self._note(turn, signals)
             turns.append(turn)
             conversation.answer(turn)
             if follows is not Next.CONTINUE:

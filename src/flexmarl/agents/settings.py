@@ -8,13 +8,14 @@ from pydantic import Field, field_validator, model_validator
 from flexmarl.agents.black_box import Command, Program, Service
 from flexmarl.agents.interpret import Choice
 from flexmarl.agents.patterns import Custom, Iterative, Sequential, Turns
-from flexmarl.agents.remembering import AgentContext, compaction_of
+from flexmarl.agents.remembering import AgentContext, compaction_of, tools_of
+from flexmarl.agents.seat_tools import CONTEXT_TOOLS, DelegateSettings
 from flexmarl.agents.team import reserved_names
 from flexmarl.records import Sampling
 from flexmarl.settings import Settings
 from flexmarl.tasks import EnvironmentSettings
-from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax, ToolSet
-from flexmarl.tools.interface import keeps_state, max_parallel_of
+from flexmarl.tools import AnySyntax, AnyTool, FunctionSyntax, Tool, ToolSet
+from flexmarl.tools.interface import each_tool, keeps_state, max_parallel_of
 
 AnyWorkflow = Annotated[
     Sequential | Iterative | Turns | Custom | Program | Service | Command, Field(discriminator="type")
@@ -83,6 +84,8 @@ class AgentSettings(Settings):
     behind its role prompt, and earlier rounds."""
     context: AgentContext = "none"
     """Earlier acts of the episode that it sees. none: no act; full: all; or a section, e.g. {last: 2}."""
+    delegates: DelegateSettings | None = None
+    """Agents that it may hand tasks to, with the tool `delegate`; null: none."""
     parser: str | Choice = "text"
     """Parser of its final text: text, last_line, integer, boxed, json, a registered name, or a choice of words."""
     trust_special: bool = False
@@ -107,7 +110,8 @@ class AgentSettings(Settings):
 
     @model_validator(mode="after")
     def _tools_can_be_called(self) -> "AgentSettings":
-        names = [tool.name for tool in self.tools]
+        own = [tool.name for tool in self._seat_tools()]
+        names = [*own, *(tool.name for tool in self.tools)]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"tools: two are called {min(repeated)!r}; give each its own `name`")
         compact = compaction_of(self.context)
@@ -116,13 +120,21 @@ class AgentSettings(Settings):
                 f"context.compact.limit_tokens must be above sampling.max_tokens, {self.sampling.max_tokens}, got "
                 f"{compact.limit_tokens}: a summary of that length must fit; use {2 * self.sampling.max_tokens} or more"
             )
-        single = {tool.name for tool in self.tools if not isinstance(tool, ToolSet)}
+        single = {*own, *(tool.name for tool in self.tools if not isinstance(tool, ToolSet))}
         if isinstance(self.syntax, FunctionSyntax) and (silent := single - set(self.syntax.names.values())):
             raise ValueError(
                 f"syntax.names: {dict(self.syntax.names)} has no word for the tool {min(silent)!r}; "
                 f"add one, e.g. {{{min(silent)}: {min(silent)}}}"
             )
         return self
+
+    def offered(self) -> tuple[Tool, ...]:
+        """All tools that it may call. Raises ConfigError if those of a set are not known."""
+        return (*each_tool(self.tools), *self._seat_tools())
+
+    def _seat_tools(self) -> tuple[Tool, ...]:
+        delegate = (self.delegates.tool(),) if self.delegates else ()
+        return (*(CONTEXT_TOOLS[name] for name in tools_of(self.context)), *delegate)
 
 
 class TeamSettings(Settings):
@@ -142,6 +154,17 @@ class TeamSettings(Settings):
                 raise ValueError(f"agents.{name}.tools: its program brings its own tools and runs them; remove them")
             if self.workflow.opens_doors and agent.context != "none":
                 raise ValueError(f"agents.{name}.context: its program keeps its own history; remove it")
+            if self.workflow.opens_doors and agent.delegates:
+                raise ValueError(f"agents.{name}.delegates: its program asks other seats itself; remove it")
+            if (
+                unknown := [other for other in agent.delegates.agents if other not in self.agents]
+                if agent.delegates
+                else []
+            ):
+                raise ValueError(
+                    f"agents.{name}.delegates.agents: there is no agent {unknown[0]!r}; "
+                    f"there are: {', '.join(self.agents)}"
+                )
             if not name.isidentifier() or name.startswith("_") or name in reserved_names():
                 raise ValueError(
                     f"agents: {name!r} cannot name an agent; use letters, digits and _, and none of "

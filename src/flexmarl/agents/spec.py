@@ -18,7 +18,6 @@ from flexmarl.plugins import CodeFiles
 from flexmarl.records import AgentName, PolicyName, Task
 from flexmarl.sandbox.interface import Sandbox
 from flexmarl.tasks import Environment
-from flexmarl.tools.interface import each_tool
 
 
 class Level(NamedTuple):
@@ -146,12 +145,13 @@ def _agent(name: str, settings: AgentSettings, renderers: Mapping[PolicyName, Ch
         sampling=settings.sampling.record(),
         parser=parser,
         system=told.system,
-        tools={tool.name: tool for tool in each_tool(settings.tools)},
+        tools=(tools := {tool.name: tool for tool in settings.offered()}),
         syntax=told.syntax,
         tools_note=told.note,
-        max_tool_calls=settings.max_tool_calls if settings.tools else 0,
+        max_tool_calls=settings.max_tool_calls if tools else 0,
         max_result_chars=settings.max_result_chars,
         context=settings.context,
+        delegates=settings.delegates,
         trust_special=settings.trust_special,
         hears_task=settings.hears_task,
         teller=Teller(settings, renderers[policy]),

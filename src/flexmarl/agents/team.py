@@ -63,7 +63,7 @@ class Team:
     def _seat(self, name: AgentName) -> Seat:
         """The agent's seat. Raises KeyError if the team has no such agent."""
         if name not in self._seats:
-            self._seats[name] = Seat(self._agents[name], self.context, self._ledger)
+            self._seats[name] = Seat(self._agents, name, self.context, self._ledger)
         return self._seats[name]
 
     @cached_property

@@ -17,7 +17,7 @@ from flexmarl.agents.settings import AgentSettings
 from flexmarl.errors import ConfigError
 from flexmarl.tools import FunctionSyntax, LlamaSyntax, MistralSyntax, Syntax, TagSyntax, Tool, ToolCall, XmlSyntax
 from flexmarl.tools.arguments import check_schema, described_tools, example_of
-from flexmarl.tools.interface import each_tool, specification
+from flexmarl.tools.interface import specification
 
 FAMILIES: tuple[Syntax, ...] = (XmlSyntax(), TagSyntax(), MistralSyntax(), LlamaSyntax())
 """Syntaxes in which chat templates write calls; the one without marks of its own comes last."""
@@ -65,7 +65,7 @@ def told_of_tools(settings: AgentSettings, base: ChatRenderer, offered: tuple[To
     `offered`: tools in place of those of the settings.
     """
     plain = base.with_options(ChatOptions(arguments=settings.chat_template_kwargs))
-    tools = each_tool(settings.tools) if offered is None else offered
+    tools = settings.offered() if offered is None else offered
     if not tools:
         return Told(renderer=plain, system=settings.system)
     for tool in tools:

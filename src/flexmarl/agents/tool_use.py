@@ -8,7 +8,7 @@ unblocked by the end of the slowest call, and of those before it in the line; a 
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from flexmarl.tools.arguments import BadArguments, as_text, fitted
 from flexmarl.tools.interface import max_parallel_of
 
 SPENT = "budget spent: this call was not run; at most {} tool calls are allowed"
+Answer = Callable[[Mapping[str, Any]], Awaitable[Observation]]
+"""Answers a call whose arguments fit."""
 LEFT_OUT = " ... [{} characters left out] ... "
 
 
@@ -77,16 +79,17 @@ async def use_tools(
     left: int,
     most: int,
     most_chars: int,
+    own: Mapping[str, Answer],
 ) -> list[ToolUse]:
     """Runs the calls of one message, all at once. The result of a faulty call is a text that says what is wrong.
 
     `text`: the message; `left`: calls that the budget still has; `most`: the whole budget; `most_chars`: longest text
-    of a result.
+    of a result; `own`: what answers the calls that the seat itself answers, by tool.
     """
 
     async def use(index: int, call: Found) -> ToolUse:
         if index < left:
-            return _cut(await _use(call, seat, tools, context, text), most_chars)
+            return _cut(await _use(call, seat, tools, context, text, own), most_chars)
         name, argument = (call.name, as_text(call.arguments)) if isinstance(call, ToolCall) else ("", text)
         return _cut(_used(name, argument, Observation(SPENT.format(most), ok=False), run=False), most_chars)
 
@@ -100,7 +103,9 @@ async def use_tools(
     return [task.result() for task in running]
 
 
-async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: EpisodeContext, text: str) -> ToolUse:
+async def _use(
+    call: Found, seat: str, tools: Mapping[str, Tool], context: EpisodeContext, text: str, own: Mapping[str, Answer]
+) -> ToolUse:
     if not isinstance(call, ToolCall):
         return _used("", text, Observation(call.reason, ok=False))
     argument, tool = as_text(call.arguments), tools.get(call.name)
@@ -110,6 +115,8 @@ async def _use(call: Found, seat: str, tools: Mapping[str, Tool], context: Episo
     arguments = fitted(call.arguments, tool.parameters)
     if isinstance(arguments, BadArguments):
         return _used(call.name, argument, Observation(arguments.reason, ok=False))
+    if tool.name in own:
+        return _used(call.name, argument, await own[tool.name](arguments), arguments)
     with boundary(EpisodeError, f"tool {call.name!r} of agent {seat!r}"):
         lent = context.tools.lent(seat, tool, _context(seat, tool, context))
         async with lent as bound, context.tools.running.place(tool.name, max_parallel_of(tool)):

@@ -11,6 +11,8 @@ from typing import Any, Final
 from pydantic import Field
 
 from flexmarl.agents import TeamSpec
+from flexmarl.agents.caller import AgentSpec
+from flexmarl.agents.seat_tools import SeatTool
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
 from flexmarl.tools import Observation, Tool, ToolContext, is_pure
@@ -61,7 +63,7 @@ def fitting_twins(team: TeamSpec, twins: Mapping[str, ToolTwin]) -> tuple[list[s
 
     `twins` has each tool's model by the name that agents call; a tool that only computes needs none.
     """
-    tools = {tool.name: is_pure(tool) for agent in team.agents.values() for tool in agent.tools.values()}
+    tools = {tool.name: is_pure(tool) for agent in team.agents.values() for tool in _opened(agent)}
     known = f"there are: {', '.join(sorted(tools)) or 'none'}"
     faults = {name: f": no agent has a tool of that name; {known}" for name in twins if name not in tools}
     instead: dict[str, ToolTwin] = {}
@@ -81,6 +83,11 @@ def fitting_twins(team: TeamSpec, twins: Mapping[str, ToolTwin]) -> tuple[list[s
     return [f"simulation.tools.{name}{fault}" for name, fault in faults.items()], right | instead
 
 
+def _opened(agent: AgentSpec) -> list[Tool]:
+    """The tools that wait for something outside of the agent's seat."""
+    return [tool for tool in agent.tools.values() if not isinstance(tool, SeatTool)]
+
+
 def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:
     """Returns the team with a twin for each of its tools. `fitting_twins` finds no fault with these twins."""
 
@@ -89,7 +96,7 @@ def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpe
         return _Twin(tool.name, tool.description, tool.parameters, tool, twin, stream, max_parallel_of(tool))
 
     agents = {
-        name: replace(agent, tools={tool.name: twin_of(tool, name) for tool in agent.tools.values()})
+        name: replace(agent, tools={**agent.tools, **{tool.name: twin_of(tool, name) for tool in _opened(agent)}})
         for name, agent in team.agents.items()
     }
     return replace(team, agents=agents)

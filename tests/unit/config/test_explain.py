@@ -47,7 +47,7 @@ from tests.unit.config.configs import MINIMAL, refused
         ),
         (
             "team.agents.writer.context=2",
-            "team.agents.writer.context must be a mapping of settings (compact, hide_results, last), got 2",
+            "team.agents.writer.context must be a mapping of settings (compact, hide_results, last, tools), got 2",
         ),
         (
             "team.agents.writer.context.compact={limit_tokens: 900, kep: 1}",

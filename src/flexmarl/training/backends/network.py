@@ -32,8 +32,9 @@ from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import shape_of, use_prefix_trees
 from flexmarl.training.tree.merge import PrefixTree
 
-CANARY_TOKENS = 32
-"""Tokens whose log-probabilities are published with a version: enough that no two versions agree on them."""
+CANARY_TOKENS = 16
+"""Tokens whose log-probabilities are published with a version: enough that no two versions agree on them, and no more,
+since a load waits for them twice."""
 
 
 class Reference(Protocol):

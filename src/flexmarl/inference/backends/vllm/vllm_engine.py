@@ -55,7 +55,7 @@ ABORT_S = 0.05
 MOST_CANARY_GAP = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Mean difference of the canary's log-probabilities to the trainer's above which weights are not what was published.
 Old weights behind a tied head gave 0.5; right ones in float32 give 1e-6, and rounding of bfloat16 some hundredths."""
-CANARY_EVERY = 4
+CANARY_EVERY = 5
 """Tokens from one that is compared to the next, for adapters: few enough that a load stays short."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
