@@ -243,7 +243,7 @@ class Seat:
             work.transcript.append(said.text)
             if said.follows is Next.REPLY:
                 break
-            began = clock()
+            began, own = clock(), self._own(said.turns[-1], tags)
             used = await use_tools(
                 said.calls,
                 seat=agent.name,
@@ -253,9 +253,11 @@ class Seat:
                 left=left,
                 most=agent.max_tool_calls,
                 most_chars=agent.max_result_chars,
-                own=self._own(said.turns[-1], tags),
+                own=own,
             )
-            act = replace(act, hop=work.turns[0].act_hop, tool_s=clock() - began)
+            # Calls of delegated work have times of their own.
+            waited = any(use.name not in own for use in used)
+            act = replace(act, hop=work.turns[0].act_hop, tool_s=clock() - began if waited else 0.0)
             self._ledger.note(work.turns[-1], _faults(said.calls, used))
             work.uses += used
             work.transcript += [use.result for use in used]

@@ -124,7 +124,7 @@ def evaluation_folder(folder: RunFolder, which: str) -> Path:
 
 def reading_of(settings: RunSettings, *, full: bool) -> Reading:
     """Reads texts with the tokenizers of the run, which are loaded when they are first needed."""
-    told = {name: blueprint.told_of(settings, name) for name, one in settings.team.agents.items() if one.tools}
+    told = {name: blueprint.told_of(settings, name) for name, one in settings.team.agents.items() if one.offered()}
     syntaxes = {name: one.syntax for name, one in told.items() if one.syntax}
     renderers = {name: one.renderer for name, one in told.items()}
     return Reading(decode=blueprint.decoder_of(settings), syntaxes=syntaxes, renderers=renderers, full=full)
