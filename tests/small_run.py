@@ -83,19 +83,17 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def write_team(folder: Path) -> Path:
-    """Returns the config."""
+def write_model(folder: Path, **shape: int) -> None:
+    """Writes a random model and its tokenizer. `shape` replaces sizes of the model."""
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 48, **shape}
     model = Qwen3ForCausalLM(
         Qwen3Config(
+            **sizes,
             vocab_size=len(tokenizer),
-            hidden_size=32,
-            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=48,
             max_position_embeddings=64,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -103,8 +101,13 @@ def write_team(folder: Path) -> Path:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    tokenizer.save_pretrained(folder / "model")
-    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def write_team(folder: Path) -> Path:
+    """Returns the config."""
+    write_model(folder / "model")
     (folder / "tasks.py").write_text(CODE, encoding="utf-8")
     config = folder / "run.yaml"
     config.write_text(CONFIG, encoding="utf-8")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexmarl.cluster.interface import Cluster, Resident, ResidentSpec
-from flexmarl.cluster.placement import spare_cores
+from flexmarl.cluster.interface import Cluster, Resident, ResidentKind, ResidentSpec
+from flexmarl.cluster.placement import RoomRequest, needed, spare_cores
 from flexmarl.config import RunSettings
 from flexmarl.events.run_events import ProcessEnded, ProcessStarted
 from flexmarl.inference.interface import InferenceEngine
@@ -119,16 +119,26 @@ class RunEngines:
 
 
 def room_of_a_private_ray(settings: RunSettings, specs: Sequence[ResidentSpec[Any]], *, cores: int) -> int:
-    """The number of residents that a private Ray has a CPU for: those of the run, and those that may be grown.
+    """The number of rooms that a private Ray has a CPU for: those of the run's residents, and those that may be grown.
 
-    `cores` are those of this machine.
+    `cores` are those of this machine. Residents that take turns share rooms.
     """
     outside = [spec for spec in specs if not spec.in_controller]
+    rooms = rooms_of(outside)
     if not settings.balance.grow or not outside:
-        return len(outside)
+        return rooms
     if settings.cluster.device != "cpu":
-        return len(outside) + torch.cuda.device_count()  # The accelerators limit it; each needs a CPU.
-    return len(outside) + spare_cores(cores, [spec.threads for spec in outside])
+        return rooms + torch.cuda.device_count()  # The accelerators limit it; each needs a CPU.
+    at_once = [spec.threads for spec in outside if spec.kind is not ResidentKind.RANK or not spec.takes_turns]
+    return rooms + spare_cores(cores, at_once or [spec.threads for spec in outside])
+
+
+def rooms_of(specs: Sequence[ResidentSpec[Any]]) -> int:
+    """The rooms of one machine in which residents find place."""
+    return needed(
+        RoomRequest(name=spec.name, devices=spec.devices, pool=spec.kind, takes_turns=spec.takes_turns)
+        for spec in specs
+    )[0]
 
 
 def growth_note(settings: RunSettings, pool: InferencePool) -> str:

@@ -2,10 +2,11 @@
 
 No weights are loaded: what a pass keeps until its backward is counted on a model without memory. The peak is reached in
 a pass of a trainer, when gradients, their sums and the optimiser's moments are there beside the engines, or when a
-version is published. In one process (`cluster.backend: inline`) passes run one after the other, on Ray side by side.
+version is published. In one process (`cluster.backend: inline`) passes run one after the other, on Ray side by side. In
+mode `colocated` on Ray, engines give up what they have before a pass.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -168,13 +169,30 @@ def parts(
     return sorted((part for part in total.values() if part.num_bytes), key=lambda part: -part.num_bytes)
 
 
+ASLEEP = ("engines' weights", "keys and values")
+"""Parts that engines give up while they sleep."""
+SUSPENDED = {"cpu": ("a pass",), "cuda": ("a pass", "trainers' weights", "optimiser", "gradients", "reference")}
+"""Parts that a suspended trainer gives up. On a CPU its state is set aside in the same memory."""
+
+
+def peak_bytes(settings: RunSettings, found: Iterable[Part]) -> float:
+    """The bytes of all parts together, but for those that are never there together: in mode `colocated` on Ray."""
+    bytes_of = {part.name: part.num_bytes for part in found}
+    served = [name for name, policy in settings.policies.items() if computes(policy.engine)]
+    if not settings.in_turns or not all(map(settings.takes_turns, served)):
+        return sum(bytes_of.values())
+    suspended = SUSPENDED["cpu" if settings.cluster.device == "cpu" else "cuda"]
+    in_turn = [sum(bytes_of.get(name, 0.0) for name in names) for names in (ASLEEP, suspended)]
+    return sum(bytes_of.values()) - min(in_turn)
+
+
 def _libraries(settings: RunSettings) -> Part:
     """Python, torch and transformers in each process of the run: this process has loaded the same."""
     processes = 1
     if settings.cluster.backend == "ray":
         engines = [policy.instances for policy in settings.policies.values() if computes(policy.engine)]
         alone = len(settings.trained) - sum(len(names) - 1 for names in settings.trained_together)
-        processes += sum(engines) + (settings.shared_places or alone)
+        processes += sum(engines) + (settings.shared_places * settings.ranks or alone)
     setting = "cluster.backend=inline" if processes > 1 else ""
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 

@@ -194,7 +194,7 @@ class Materials:
                     return self._trainer_of(policy, model, thread, rows, tokenizers[policy], ranks)
 
             options: Any = {"disk": self.disk, "device": self.device, "thread": thread, "ranks": ranks}
-            rank = RankHost(policies, self.objects, make, **options)
+            rank = RankHost(policies, self.objects, make, gives_way=settings.in_turns, **options)
             self._made()
             if self.device == "cpu":
                 lower_priority()
@@ -248,6 +248,7 @@ class RealResidents:
             devices=self._devices * getattr(engine, "tensor_parallel", 1) if computes(engine) else 0,
             python=self._python(engine),
             threads=getattr(engine, "threads", None) or self._threads,
+            takes_turns=self.materials.settings.takes_turns(policy),
             in_controller=not computes(engine),
         )
 
@@ -302,6 +303,7 @@ class RealResidents:
                 advice=RESUME,
                 devices=self._devices,
                 threads=self._threads,
+                takes_turns=self.materials.settings.in_turns,
             )
             for name in names
         ]

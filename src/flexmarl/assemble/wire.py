@@ -8,6 +8,7 @@ wire ────┤                                                           a
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -122,8 +123,10 @@ class _Wiring:
         self, checkpoints: Checkpoints, *, warn: Callable[[str], None], request: StopRequest | None
     ) -> Orchestrator:
         """Makes the orchestrator. `warn` prints a warning on the screen; the journal has the facts already."""
-        settings, store = self._settings, self._world.store
+        settings, store, colocated = self._settings, self._world.store, self._world.colocated
         budget_bytes = settings.store.budget_bytes
+        # One change of places for all policies. Trainers without places save where they are.
+        visiting = colocated.training if colocated is not None and settings.shared_places else nullcontext
         return Orchestrator(
             progress=RunProgress(
                 admission=self.admission,
@@ -143,6 +146,7 @@ class _Wiring:
                 events=self._events,
                 warn=warn,
                 prune=None if budget_bytes is None else partial(store.prune, budget_bytes=budget_bytes),
+                visiting=visiting,
             ),
             balancer=make_balancer(settings, self._world, self._events),
             events=self._events,
@@ -165,9 +169,8 @@ class _Wiring:
     @property
     def _synchronous(self) -> Synchronous:
         colocation, streaming = None, None
-        if self._settings.mode is Mode.COLOCATED:
-            residency = self._world.residency
-            colocation = Colocation(pool=self._world.pool, residency=residency, updates=self.updates)
+        if self._world.colocated is not None:
+            colocation = Colocation(residency=self._world.colocated, updates=self.updates)
         if self._settings.credit.streaming == "linear":
             streaming = Streaming(self.crediting, self.sessions)
         return Synchronous(

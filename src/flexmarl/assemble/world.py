@@ -38,11 +38,13 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.orchestrator.checkpoint import RunState
 from flexmarl.orchestrator.evaluation import Evaluator, Keep
 from flexmarl.orchestrator.publish import Versions
+from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, PolicyName, Version, WorkerId
 from flexmarl.rollout.player import Player
 from flexmarl.rollout.remote_player import RemotePlayer, RolloutWorkers
 from flexmarl.rollout.worker import RolloutWorker
 from flexmarl.tools.open_tools import RunningCalls
+from flexmarl.training.colocated import ColocatedResidency
 from flexmarl.training.interface import Trainer
 from flexmarl.training.residency import ProcessGroup, Residency
 from flexmarl.training.together import SharedBase, Together
@@ -105,6 +107,8 @@ class World:
     """The gateway, if the run has one."""
     residency: Residency | None = None
     """Decides which policies hold training devices, if they share any."""
+    colocated: ColocatedResidency | None = None
+    """The same part where they share them with the engines, in mode `colocated`."""
     together: Mapping[PolicyName, Together] = field(default_factory=dict)
     """For each policy that is trained together with others, the part that joins them."""
     processes: Processes = field(default_factory=Processes)
@@ -208,12 +212,12 @@ async def world_of(
             room=running,
             events=events,
         )
+        residency = await stack.enter_async_context(opened_residency(settings, groups, pool, events))
         yield World(
             objects=residents.objects,
             store=store,
-            residency=await stack.enter_async_context(Residency(groups, settings.process_groups, events=events).open())
-            if groups
-            else None,
+            residency=residency,
+            colocated=residency if isinstance(residency, ColocatedResidency) else None,
             pool=await stack.enter_async_context(pool.open()),
             trainers=of_policies,
             together=together,
@@ -266,6 +270,21 @@ def trainers_on(
         for policy in trained
     }
     return trainers, residents.process_groups(trainers)
+
+
+@asynccontextmanager
+async def opened_residency(
+    settings: RunSettings, groups: Mapping[PolicyName, ProcessGroup], pool: InferencePool, events: Events
+) -> AsyncIterator[Residency | None]:
+    """Shares training devices inside the block: between policies, if they share any, and in turn with the engines."""
+    if settings.mode is Mode.COLOCATED:
+        async with ColocatedResidency(groups, settings.process_groups, engines=pool, events=events).open() as residency:
+            yield residency
+    elif groups:
+        async with Residency(groups, settings.process_groups, events=events).open() as residency:
+            yield residency
+    else:
+        yield None
 
 
 def _loading(settings: RunSettings, specs: Sequence[ResidentSpec[Any]]) -> str:

@@ -18,12 +18,14 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexmarl.assemble.blueprint import check_model, load_renderer, model_source, training_of
-from flexmarl.assemble.needed_memory import ModelSize, parts, size_of
+from flexmarl.assemble.needed_memory import ModelSize, parts, peak_bytes, size_of
+from flexmarl.cluster.placement import RoomRequest, needed
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.events.machine import GIB, Machine
 from flexmarl.inference.settings import VLLM_CPU_HEAD, EmbeddedSettings, OpenAISettings, VllmSettings, computes
+from flexmarl.records import InstanceId, PolicyName, WorkerId
 
 
 class Finding(NamedTuple):
@@ -195,23 +197,38 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     if cluster.transport == "mooncake" and find_spec("mooncake") is None:
         todo = "pip install 'flexmarl[mooncake]', on every node"
         yield Finding("libraries", "cluster.transport=mooncake, but Mooncake is not installed", todo)
-    of_kind = {True: 0, False: 0}
-    for policy in settings.policies.values():
-        of_kind[computes(policy.engine)] += policy.instances
-    engines, trainers = of_kind[True], settings.shared_places or len(settings.trained)
-    trained_on = (
-        f"{trainers} places for {len(settings.trained)} trained policies"
-        if settings.shared_places
-        else f"{trainers} trainers"
-    )
-    others = f", and {of_kind[False]} engines in the controller's process" if of_kind[False] else ""
+    in_controller = sum(policy.instances for policy in settings.policies.values() if not computes(policy.engine))
+    engines = list(_engines(settings))
+    trainers = settings.shared_places * settings.ranks or len(settings.trained)
+    ranks = [WorkerId.rank(number, 0) for number in range(trainers)]
+    rooms, _ = needed([*engines, *(_room(rank, "training", takes_turns=settings.in_turns) for rank in ranks)])
+    trained_on = f"{trainers} trainers"
+    if settings.shared_places:
+        places = f"{settings.shared_places} {'place' if settings.shared_places == 1 else 'places'}"
+        trained_on = f"{places} for {len(settings.trained)} trained policies"
+    if settings.in_turns:
+        in_turn = sum(engine.takes_turns for engine in engines)
+        trained_on += f", in {rooms} rooms: {in_turn} engines and {trainers} training processes have theirs in turn"
+    others = f", and {in_controller} engines in the controller's process" if in_controller else ""
     found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
-    short = cluster.device == "cuda" and len(machine.devices) < engines + trainers
+    short = cluster.device == "cuda" and len(machine.devices) < rooms
     yield Finding(
         "processes",
-        f"{engines} engines and {trained_on}, on {cluster.device}{others}; here: {found_here}",
-        f"run on a machine with {engines + trainers} accelerators, or set cluster.device=cpu" if short else "",
+        f"{len(engines)} engines and {trained_on}, on {cluster.device}{others}; here: {found_here}",
+        f"run on a machine with {rooms} accelerators, or set cluster.device=cpu" if short else "",
     )
+
+
+def _engines(settings: RunSettings) -> Iterator[RoomRequest]:
+    """The rooms that engines which compute ask for, without their further devices."""
+    for name, policy in settings.policies.items():
+        for number in range(policy.instances if computes(policy.engine) else 0):
+            engine = WorkerId.engine(InstanceId(PolicyName(name), number))
+            yield _room(engine, "rollout", takes_turns=settings.takes_turns(name))
+
+
+def _room(name: WorkerId, pool: str, *, takes_turns: bool) -> RoomRequest:
+    return RoomRequest(name=name, devices=1, pool=pool, takes_turns=takes_turns)
 
 
 def _ports(cluster: ClusterSettings) -> Finding:
@@ -234,9 +251,9 @@ def _memory(
         yield Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
         return
     found = parts(settings, sizes, longest)
-    needed = sum(part.num_bytes for part in found) / GIB
+    peak_gib = peak_bytes(settings, found) / GIB
     largest = next((part for part in found if part.setting), found[0])
-    told = f"{needed:.2f} GiB at the peak"
+    told = f"{peak_gib:.2f} GiB at the peak"
     cluster = settings.cluster
     if cluster.backend == "ray" and cluster.device != "cpu":
         yield Finding("memory", f"{told}, over all devices")
@@ -247,7 +264,7 @@ def _memory(
         less = f"the largest part is '{largest.name}': lower {largest.setting}; or " if largest.setting else ""
         short = f"{less}free some"
         free_too = f", on {cluster.device}" if free is None else f"; {free:.1f} GiB are free"
-        yield Finding("memory", told + free_too, short if free is not None and needed > free else "")
+        yield Finding("memory", told + free_too, short if free is not None and peak_gib > free else "")
     for part in found:
         more = f" for requests like those of the task played, at most {part.most / GIB:.2f}" if part.most else ""
         lower = f"; lower it by {part.setting}" if part.setting else ""

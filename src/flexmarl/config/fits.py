@@ -124,10 +124,12 @@ def trained_together(policies: "Mapping[str, PolicySettings]") -> list[tuple[str
     return [tuple(names) for names in found]
 
 
-def together_misfits(policies: "Mapping[str, PolicySettings]", credit: CreditSettings, *, places: int) -> Iterator[str]:
+def together_misfits(
+    policies: "Mapping[str, PolicySettings]", credit: CreditSettings, *, places: int, in_turns: bool
+) -> Iterator[str]:
     """Yields a sentence for each fact that keeps adapters from being computed in one pass.
 
-    `places` is the number of places that policies share, if they do.
+    `places` is the number of places that policies share, if they do. `in_turns`: these have the engines' devices.
     """
     groups = trained_together(policies)
     for names in groups:
@@ -164,10 +166,12 @@ def together_misfits(policies: "Mapping[str, PolicySettings]", credit: CreditSet
             f"passes hold the rows of one group each; use credit.streaming=off, or together=false"
         )
     if groups and places:
+        by = "mode=colocated" if in_turns else "process_groups"
+        instead = "mode=sync" if in_turns else "process_groups.at_once=null and keep_updated=null"
         yield (
             f"policies.{groups[0][0]}.training.together is true, but policies are trained on {places} "
-            f"{'place' if places == 1 else 'places'} that hold one policy at a time (process_groups); use "
-            f"process_groups.at_once=null and keep_updated=null, or together=false"
+            f"{'place' if places == 1 else 'places'} that hold one policy at a time ({by}); use {instead}, or "
+            f"together=false"
         )
 
 

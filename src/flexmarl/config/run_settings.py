@@ -29,6 +29,7 @@ from flexmarl.inference.settings import (
     EmbeddedSettings,
     PoolSettings,
     computes,
+    gives_way,
     is_timed,
     own_python,
 )
@@ -259,7 +260,12 @@ class RunSettings(Settings):
             ),
             *self._engines_can_run_here(),
             *adapter_misfits(self.policies, versions=self.adapter_versions),
-            *together_misfits(self.policies, self.credit, places=self.shared_places if self.ranks == 1 else 0),
+            *together_misfits(
+                self.policies,
+                self.credit,
+                places=self.shared_places if self.ranks == 1 else 0,
+                in_turns=self.in_turns,
+            ),
             *self._instances_are_shared(),
             *self._processes_can_share(),
             *self._devices_can_change_hands(),
@@ -394,7 +400,13 @@ class RunSettings(Settings):
             yield from self._instances_can_move("rule" if self.balance.rule != "none" else "start")
         at_once, policies = self.process_groups.at_once, len(self.trained)
         yield from self._ranks_have_processes()
-        if self.shared_places and self.cluster.address != "local" and self.ranks == 1:
+        if self.in_turns and self.cluster.address != "local":
+            yield (
+                f"mode is 'colocated', in which policies are trained on places, and cluster.address is "
+                f"'{self.cluster.address}', but places are on one machine so far; use cluster.address=local, or "
+                f"mode=sync"
+            )
+        elif self.shared_places and self.cluster.address != "local" and self.ranks == 1:
             yield (
                 f"process_groups.at_once is {at_once} with {policies} trained policies, but places that policies share "
                 f"are on one machine so far; use cluster.address=local, or process_groups.at_once=null"
@@ -464,6 +476,11 @@ class RunSettings(Settings):
                     f"deterministic is true, but {at}.type is '{engine.type}', in which the last bits of a token "
                     f"depend on the requests of its batch; use engine.type=embedded, or deterministic=false"
                 )
+            if policy.trainable and self.mode is Mode.COLOCATED and getattr(engine, "gives_way", None) is False:
+                yield (
+                    f"mode is 'colocated', in which engines of trained policies give their devices up, but {at}.type "
+                    f"is '{engine.type}', which does not sleep; use engine.type=embedded, or mode=sync"
+                )
             if own_python(engine) is not None and self.cluster.backend != "ray":
                 yield (
                     f"{at}.python is set, but with cluster.backend={self.cluster.backend} engines live in this "
@@ -522,11 +539,21 @@ class RunSettings(Settings):
         return self.cluster.backend == "simulated" or is_timed(self.policies[policy].engine)
 
     @property
+    def in_turns(self) -> bool:
+        """True if training places have the devices of the engines, in turn with them: mode `colocated` on Ray."""
+        return self.mode is Mode.COLOCATED and self.cluster.backend == "ray" and bool(self.trained)
+
+    def takes_turns(self, policy: str) -> bool:
+        """True if the devices of a policy's engines are those of training places, too."""
+        return self.in_turns and gives_way(self.policies[policy].engine)
+
+    @property
     def shared_places(self) -> int:
         """Number of places on which the policies are trained; 0 if each has a trainer of its own, one process."""
         at_once, policies = self.process_groups.at_once, len(self.trained)
         shared = at_once is not None and at_once < policies
-        if self.cluster.backend != "ray" or not (shared or self.ranks > 1 or self.process_groups.keep_updated):
+        leaves = shared or self.ranks > 1 or self.process_groups.keep_updated or self.in_turns
+        if self.cluster.backend != "ray" or not leaves:
             return 0
         return min(at_once or policies, policies)
 

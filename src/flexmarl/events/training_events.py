@@ -133,3 +133,15 @@ class Swapped(Timed):
     """`resume` or `suspend`."""
     place: int
     """Number of the place (the devices) that holds the state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesFreed(Timed):
+    """Devices that engines and trainers hold in turn were given up by one side, so that the other may have them.
+
+    Only in mode `colocated`. From `ended` on, nothing of this side is on them until the other side has given them up.
+    """
+
+    name: ClassVar[str] = "devices_freed"
+    by: str
+    """`engines` or `trainers`."""

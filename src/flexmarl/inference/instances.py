@@ -109,6 +109,8 @@ class Instances:
         """Number of further instances that are being started."""
         self.arrivals: set[asyncio.Future[None]] = set()
         """A future for each instance that is being started or moved here; done when that has ended, well or not."""
+        self.closings: set[asyncio.Future[None]] = set()
+        """A future for each lost instance that may still have its devices; done when its process has been ended."""
         self._newest: Weights | None = None
         self._settled = asyncio.Event()
         self._settled.set()
@@ -185,11 +187,12 @@ class Instances:
         A grown one is not replaced while the policy has others: who decided on it decides again.
         """
         last = self.is_empty and not self.leaving
+        closing = self._start(self._close(lost.engine), f"close-{lost.name}")
+        self.closings.add(closing)
+        closing.add_done_callback(self.closings.discard)
         if self._replacements_left and (last or not lost.grown):
-            self._start(self._replace(lost), f"replace-{lost.name}")
+            self._start(self._replace(lost, closing), f"replace-{lost.name}")
             self._coming += 1
-        else:
-            self._start(self._close(lost.engine), f"close-{lost.name}")
         self._settle()
 
     def leave(self, name: InstanceId) -> Instance:
@@ -315,13 +318,14 @@ class Instances:
         )
         return ""
 
-    async def _replace(self, old: Instance) -> None:
-        """Closes the old engine, then starts instances until one serves in its place, or no replacement is left."""
+    async def _replace(self, old: Instance, closing: asyncio.Future[None]) -> None:
+        """Waits for the old engine's end, then starts instances until one serves in its place, or none is left."""
         lost_at = self._events.now()
         try:
-            await self._close(old.engine)
+            await asyncio.wait([closing])
             while self._replacements_left:
-                await self._awake.wait()
+                while not self._awake.is_set():  # It may be asleep again when the wait for it has ended.
+                    await self._awake.wait()
                 self._replacements_left -= 1
                 name = self._new_id()
                 with self._arriving():

@@ -268,12 +268,15 @@ class InferencePool:
         """Makes every engine that can sleep release its device memory. Running requests pause; new requests wait.
 
         Waits first for instances that are being started or moved. An engine that fails is lost, and replaced on waking.
+        Returns when also the processes of lost ones have been ended: until then they may hold their devices.
         """
         if self._awake.is_set():
             self._awake.clear()
             while arrivals := set[asyncio.Future[None]]().union(*(p.arrivals for p in self._policies.values())):
                 await asyncio.wait(arrivals)
             await self._have_all("falling asleep", lambda instance: instance.weighted.sleep())
+            while closings := set[asyncio.Future[None]]().union(*(p.closings for p in self._policies.values())):
+                await asyncio.wait(closings)
 
     async def until_asked(self) -> None:
         """Returns when at least one request is under way."""

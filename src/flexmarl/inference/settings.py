@@ -64,6 +64,11 @@ def kind_of(engine: EngineSettings, policy: str) -> str:
     return engine.type if getattr(engine, "takes_over", False) else f"{engine.type} of {policy}"
 
 
+def gives_way(engine: EngineSettings) -> bool:
+    """True for engines that give their devices up while they sleep, as their class states with `gives_way = True`."""
+    return computes(engine) and getattr(engine, "gives_way", False)
+
+
 def own_python(engine: EngineSettings) -> Path | None:
     """The interpreter that such engines ask for, in its own environment; None for the controller's."""
     return getattr(engine, "python", None)
@@ -92,6 +97,9 @@ class EmbeddedSettings(Settings):
     factory: ClassVar[str] = "flexmarl.inference.backends.embedded.engine:make_engine"
     takes_adapters: ClassVar[bool] = True
     """Its engines' capabilities have `adapters`. A class without this attribute says that they have not."""
+    gives_way: ClassVar[bool] = True
+    """Its engines sleep (capability `sleeps`), so that training places have their devices in mode `colocated`. Those of
+    a class without this attribute have devices of their own."""
     takes_over: ClassVar[bool] = True
     """Its engines serve another policy with such an engine once they have loaded its weights. A class without this
     attribute says that they cannot: an instance moves by ending, and another one starts in its place."""
@@ -170,6 +178,8 @@ class VllmSettings(Settings):
     can_repeat: ClassVar[bool] = False
     """Its batches decide the last bits of a token, so `deterministic: true` is refused. A class without this attribute
     leaves that to the capabilities of its engines."""
+    gives_way: ClassVar[bool] = False
+    """Its engines do not sleep, so `mode: colocated` is refused where they are trained."""
     wants_canary: ClassVar[bool] = True
 
     @property

@@ -25,7 +25,7 @@ unblocked by nothing else: no other part of the run has started yet
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -242,9 +242,11 @@ class Saver:
         events: Events,
         warn: Callable[[str], None],
         prune: Prune | None,
+        visiting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
+        """Trainers write inside a block of `visiting`, which may bring them to their devices."""
         self._checkpoints, self._trainers, self._settings = checkpoints, trainers, settings
-        self._events, self._warn, self._prune = events, warn, prune
+        self._events, self._warn, self._prune, self._visiting = events, warn, prune, visiting
         self._tasks: asyncio.TaskGroup | None = None
         """The tasks of `beside`; None outside of it."""
         self._under_way: asyncio.Task[None] | None = None
@@ -321,7 +323,8 @@ class Saver:
         with phase(self._events, "checkpoint"):
             await self.settled()
             try:
-                await self._checkpoints.write(state.step, self._trainers)
+                async with self._visiting():
+                    await self._checkpoints.write(state.step, self._trainers)
             except CheckpointError as error:
                 self._failed(state, error, last)
                 return

@@ -23,7 +23,8 @@ class Mode(StrEnum):
     MICROBATCH = "microbatch"
     """Complete groups train while others still play. One update at the end (FlexMARL section 4.3)."""
     COLOCATED = "colocated"
-    """As `sync`, on shared devices: engines sleep while trainers hold them. Simulated trainers leave them, too."""
+    """As `sync`, on shared devices: engines sleep while trainers hold them. On Ray and simulated, trainers leave them,
+    too."""
     ONE_STEP_OFF = "one_step_off"
     """Step k trains while step k + 1 plays."""
     ASYNC = "async"

@@ -25,13 +25,12 @@ from flexmarl.events.group_events import Refilled, RolloutEnded
 from flexmarl.events.notices import StepPlayed, phase
 from flexmarl.events.safe_json import masked
 from flexmarl.events.training_events import Rested
-from flexmarl.inference.pool import InferencePool
 from flexmarl.orchestrator.collect import StepCollector
 from flexmarl.orchestrator.feed import Feed
 from flexmarl.orchestrator.publish import Gate, NewWeights, Updates
 from flexmarl.records import CONTROLLER, Divisors, GroupId, GroupRecord, PolicyName
 from flexmarl.rollout.rollout import Rollout
-from flexmarl.training.residency import Residency
+from flexmarl.training.colocated import ColocatedResidency
 from flexmarl.training.session import TrainingSession
 
 Closed = asyncio.Future[Mapping[PolicyName, Divisors]]
@@ -41,16 +40,15 @@ Rolling = asyncio.Task[Exception | None]
 
 
 class Colocation:
-    """Devices that engines and trainers hold in turn, in the mode `colocated`."""
+    """The change of places of engines and trainers, once in each step of the mode `colocated`."""
 
-    def __init__(self, *, pool: InferencePool, residency: Residency | None, updates: Updates) -> None:
-        """`residency` is None if policies do not share training devices."""
-        self._pool, self._residency, self._updates = pool, residency, updates
+    def __init__(self, *, residency: ColocatedResidency, updates: Updates) -> None:
+        self._residency, self._updates = residency, updates
         self._unserved: list[NewWeights] = []
 
     async def to_training(self) -> None:
         """Puts the engines to sleep, so that trainers can hold the devices."""
-        await self._pool.sleep()
+        await self._residency.begin_training()
 
     def serve_later(self, weights: NewWeights) -> None:
         """Notes weights that engines load when they have the devices again."""
@@ -58,9 +56,7 @@ class Colocation:
 
     async def to_rollout(self) -> None:
         """Suspends the trainers, wakes the engines on the freed devices, and has them load the new weights."""
-        if self._residency:
-            await self._residency.suspend_all()
-        await self._pool.wake()
+        await self._residency.end_training()
         unserved, self._unserved = self._unserved, []
         async with asyncio.TaskGroup() as tasks:
             for weights in unserved:

@@ -201,8 +201,13 @@ class Residency:
             self._swapped.clear()
             await self._swapped.wait()
 
+    @property
+    def _free_places(self) -> int:
+        """Places on which a policy may be resumed now."""
+        return self._places.free
+
     def _gives_way(self, holder: Standing, *, busy: bool) -> bool:
-        because = gives_way(holder, list(self._standings.values()), self._places.free, self._now())
+        because = gives_way(holder, list(self._standings.values()), self._free_places, self._now())
         if because and not busy:
             holder.need, holder.since = Need.WAITING, self._now()
             self._begin(Swap(policy=holder.policy, direction=Direction.SUSPEND, because=because))
@@ -223,7 +228,7 @@ class Residency:
                 standing.need = Need.HOLDING
                 self._changed.set()
                 self._wake(standing.policy)
-        while swap := next_swap(standings, self._places.free, self._settings, self._now()):
+        while swap := next_swap(standings, self._free_places, self._settings, self._now()):
             self._begin(swap)
 
     def _begin(self, swap: Swap) -> None:

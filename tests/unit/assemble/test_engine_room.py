@@ -204,3 +204,16 @@ def test_a_private_ray_has_room_for_cores_that_no_thread_has(grow: bool, cores: 
     specs = [spec, replace(spec, threads=1), replace(spec, threads=1), replace(spec, in_controller=True)]
     settings = SimpleNamespace(balance=SimpleNamespace(grow=grow), cluster=SimpleNamespace(device="cpu"))
     assert room_of_a_private_ray(settings, specs, cores=cores) == room  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engines", "ranks", "alone", "rooms"), [(2, 2, 0, 2), (3, 1, 1, 4), (1, 4, 2, 6), (0, 2, 0, 2)]
+)
+def test_a_private_ray_has_one_room_for_an_engine_and_a_rank_in_turn(
+    engines: int, ranks: int, alone: int, rooms: int
+) -> None:
+    spec: Any = Scripted({JUDGE: 1}).engine(JUDGE, InstanceId(JUDGE, 0))
+    specs = [replace(spec, takes_turns=True)] * engines + [spec] * alone
+    specs += [replace(spec, kind=ResidentKind.RANK, name=WorkerId.rank(n, 0), takes_turns=True) for n in range(ranks)]
+    settings = SimpleNamespace(balance=SimpleNamespace(grow=False), cluster=SimpleNamespace(device="cpu"))
+    assert room_of_a_private_ray(settings, specs, cores=16) == rooms  # type: ignore[arg-type]

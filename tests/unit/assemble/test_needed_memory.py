@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from flexmarl.assemble.needed_memory import ModelSize, Part, parts, pass_of, size_of
+from flexmarl.assemble.needed_memory import ModelSize, Part, parts, pass_of, peak_bytes, size_of
 from flexmarl.config.run_settings import PolicySettings, RunSettings
 from flexmarl.events.machine import GIB
 from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import (
     FinishReason,
     Generation,
@@ -154,6 +155,29 @@ def test_the_largest_part_comes_first_and_the_setting_that_it_names_lowers_it() 
     assert (first.name, first.setting) == ("a pass", "training.max_tokens_per_forward")
     fewer = policy.training.model_copy(update={"max_tokens_per_forward": 32768})
     assert pass_of(fewer, size).num_bytes < 0.6 * first.num_bytes
+
+
+@pytest.mark.parametrize(("device", "suspended"), [("cpu", 5.0), ("cuda", 5.0 + 3.0 + 8.0)])
+@pytest.mark.parametrize("engines", [1.0, 100.0])
+def test_colocated_engines_and_trainers_are_never_there_together(device: str, suspended: float, engines: float) -> None:
+    found = [
+        Part(name, num_bytes, "")
+        for name, num_bytes in {
+            "engines' weights": engines,
+            "keys and values": 2.0,
+            "a pass": 5.0,
+            "trainers' weights": 3.0,
+            "optimiser": 8.0,
+            "libraries": 7.0,
+        }.items()
+    ]
+    everything = engines + 2.0 + 5.0 + 3.0 + 8.0 + 7.0
+    run = run_of(policy_of({}))
+    ray = run.cluster.model_copy(update={"backend": "ray", "device": device})
+    colocated = run.model_copy(update={"cluster": ray, "mode": Mode.COLOCATED})
+    assert peak_bytes(colocated, found) == everything - min(engines + 2.0, suspended)
+    assert peak_bytes(run.model_copy(update={"cluster": ray}), found) == everything
+    assert peak_bytes(run.model_copy(update={"mode": Mode.COLOCATED}), found) == everything, "inline, trainers stay"
 
 
 def test_a_frozen_policy_takes_an_engine_and_nothing_for_training() -> None:

@@ -4,16 +4,18 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flexmarl import cli
 from flexmarl.cli.examine import examine
-from flexmarl.cli.needs import Finding
+from flexmarl.cli.needs import Finding, examine_machine
 from flexmarl.config import load_run
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING
+from flexmarl.events.machine import this_machine
 from flexmarl.records.scorers import SCORERS
 
 UNCORRECTED = ["policies.one.training.correction={type: none}"]
@@ -31,6 +33,23 @@ def test_what_simulated_devices_do_not_have_is_not_looked_at(small_run: Path) ->
     assert of_devices <= looked_at(small_run)
     simulated = ["cluster.backend=simulated", "simulation.replies={default: {type: asked}}"]
     assert not of_devices & looked_at(small_run, *simulated)
+
+
+def test_colocated_training_needs_no_devices_beside_those_of_the_engines(small_run: Path) -> None:
+    def processes(*more: str) -> Finding:
+        settings = load_run(small_run, ["policies.one.instances=3", "cluster={backend: ray, device: cuda}", *more])
+        found = examine_machine(settings, {}, replace(this_machine(), devices=("GPU",) * 3), {})
+        return next(one for one in found if one.subject == "processes")
+
+    assert processes("mode=sync").todo.startswith("run on a machine with 4 accelerators")
+    in_turn = processes("mode=colocated")
+    assert in_turn.todo == ""
+    assert in_turn.found.startswith(
+        "3 engines and 1 place for 1 trained policies, in 3 rooms: 3 engines and 1 training processes have theirs in "
+        "turn, on cuda"
+    )
+    ranks = processes("mode=colocated", "policies.one.training.ranks=4")
+    assert ranks.todo.startswith("run on a machine with 4 accelerators")
 
 
 def test_tasks_of_a_file_are_counted(small_run: Path) -> None:

@@ -3,13 +3,14 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.cluster.interface import ClusterNode
-from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, place
+from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, needed, place
 from flexmarl.records import InstanceId, PolicyName, WorkerId
 
 NAMES = ("a", "b", "c", "d")
@@ -19,9 +20,15 @@ def node(name: str, *, cpus: int = 4, devices: int = 0) -> ClusterNode:
     return ClusterNode(name=name, id=name, address=name, cpus=cpus, devices=devices)
 
 
-def engine(policy: str, number: int, *, devices: int = 0, on: str | None = None) -> RoomRequest:
+def engine(
+    policy: str, number: int, *, devices: int = 0, on: str | None = None, takes_turns: bool = False
+) -> RoomRequest:
     name = WorkerId.engine(InstanceId(PolicyName(policy), number))
-    return RoomRequest(name=name, devices=devices, pool="rollout", node=on)
+    return RoomRequest(name=name, devices=devices, pool="rollout", node=on, takes_turns=takes_turns)
+
+
+def rank(place: int, number: int = 0, *, devices: int = 0) -> RoomRequest:
+    return RoomRequest(name=WorkerId.rank(place, number), devices=devices, pool="training", takes_turns=True)
 
 
 def trainer(policy: str, *, devices: int = 0) -> RoomRequest:
@@ -44,7 +51,10 @@ def clusters(draw: st.DrawFn) -> tuple[list[ClusterNode], list[RoomRequest], dic
         engine(policy, number, devices=draw(st.integers(0, 2)), on=draw(st.sampled_from([None, None, nodes[0].name])))
         for number, policy in enumerate(policies)
     ]
+    requests = [replace(request, takes_turns=draw(st.booleans())) for request in requests]
     requests += [trainer(policy, devices=draw(st.integers(0, 2))) for policy in draw(st.sets(st.sampled_from("xyz")))]
+    requests += [rank(number, devices=draw(st.integers(0, 2))) for number in range(draw(st.integers(0, 4)))]
+    requests = draw(st.permutations(requests))
     pools = {
         pool: PoolNodes(
             nodes=frozenset(draw(st.sets(st.sampled_from([node.name for node in nodes])))),
@@ -69,8 +79,9 @@ def test_no_node_or_pool_is_overfull_and_the_order_of_nodes_is_no_matter(
     assert all(placed.because for placed in found)
     for there in nodes:
         here = [placed.request for placed in found if placed.node == there.name]
-        assert len(here) <= there.cpus
-        assert sum(request.devices for request in here) <= there.devices
+        rooms = {placed.room: placed.request for placed in found if placed.node == there.name}
+        assert len(rooms) <= there.cpus
+        assert sum(request.devices for request in rooms.values()) <= there.devices
         for name, pool in pools.items():
             of_pool = [request for request in here if request.pool == name and request.node is None]
             assert there.name in pool.nodes or not of_pool
@@ -78,6 +89,68 @@ def test_no_node_or_pool_is_overfull_and_the_order_of_nodes_is_no_matter(
                 assert sum(request.devices for request in here if request.pool == name) <= pool.devices
     for request, placed in zip(requests, found, strict=True):
         assert request.node in (None, placed.node)
+    assert_rooms_are_shared_in_turn(found)
+
+
+def assert_rooms_are_shared_in_turn(found: Sequence[Placed]) -> None:
+    """One resident has a room, or one of each pool: then both take turns, on the same devices."""
+    rooms: dict[tuple[str, int], list[RoomRequest]] = {}
+    for placed in found:
+        rooms.setdefault((placed.node, placed.room), []).append(placed.request)
+    for inside in rooms.values():
+        if len(inside) > 1:
+            one, other = inside
+            assert one.takes_turns
+            assert other.takes_turns
+            assert {one.pool, other.pool} == {"rollout", "training"}
+            assert one.devices == other.devices
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 3), st.data())
+def test_what_takes_turns_needs_the_larger_number_of_rooms_not_the_sum(
+    engines: int, ranks: int, alone: int, data: st.DataObject
+) -> None:
+    requests = data.draw(
+        st.permutations(
+            [
+                *(engine("one", number, devices=1, takes_turns=True) for number in range(engines)),
+                *(engine("judge", number, devices=1) for number in range(alone)),
+                *(rank(number, devices=1) for number in range(ranks)),
+            ]
+        )
+    )
+    rooms = max(engines, ranks) + alone
+    assert needed(requests) == (rooms, rooms)
+    enough = [node("a", cpus=rooms, devices=rooms)]
+    found = place(requests, nodes=enough, pools=everywhere(enough))
+    assert isinstance(found, list)
+    assert {placed.room for placed in found} == set(range(rooms))
+    assert_rooms_are_shared_in_turn(found)
+    if rooms:
+        for less in (node("a", cpus=rooms - 1, devices=rooms), node("a", cpus=rooms, devices=rooms - 1)):
+            assert isinstance(place(requests, nodes=[less], pools=everywhere([less])), NoRoom)
+
+
+@given(st.lists(st.integers(0, 9), max_size=8))
+def test_who_comes_in_place_of_a_lost_one_has_its_room(losses: list[int]) -> None:
+    """Two engines and two ranks in two rooms. Each loss is followed by another resident of the same kind."""
+    nodes = [node("a", cpus=2, devices=2)]
+    first = [engine("one", n, devices=1, takes_turns=True) for n in range(2)] + [rank(n, devices=1) for n in range(2)]
+    held = place(first, nodes=nodes, pools=everywhere(nodes))
+    assert isinstance(held, list)
+    for number, loss in enumerate(losses, start=2):
+        lost = held.pop(loss % len(held))
+        new = (
+            rank(number, devices=1)
+            if lost.request.pool == "training"
+            else replace(lost.request, name=WorkerId.engine(InstanceId(PolicyName("one"), number)))
+        )
+        came = place([new], nodes=nodes, pools=everywhere(nodes), held=held)
+        assert isinstance(came, list)
+        assert (came[0].node, came[0].room) == (lost.node, lost.room)
+        assert "it takes turns with" in came[0].because
+        held += came
+        assert_rooms_are_shared_in_turn(held)
 
 
 @given(st.lists(st.sampled_from(["one", "two", "three"]), max_size=12), st.integers(1, 4))
@@ -98,7 +171,7 @@ def test_what_is_held_already_counts() -> None:
     first = place([engine("one", 0), engine("one", 1)], nodes=nodes, pools=everywhere(nodes))
     assert isinstance(first, list)
     assert [placed.node for placed in first] == ["a", "b"]
-    held = [Placed(request=engine("one", 2), node="a", because=""), *first]
+    held = [Placed(request=engine("one", 2), node="a", room=1, because=""), *first]
     again = place([engine("one", 3)], nodes=nodes, pools=everywhere(nodes), held=held)
     assert isinstance(again, list)
     assert (again[0].node, again[0].because) == ("b", "no other node has room")

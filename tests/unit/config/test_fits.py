@@ -30,6 +30,35 @@ def test_policies_share_places_in_processes_of_one_machine_only(config):
     ]
 
 
+def test_colocated_places_have_the_devices_of_engines_on_one_machine(config):
+    colocated = ["mode=colocated", "cluster.backend=ray"]
+    run = load_run(config, colocated)
+    assert (run.shared_places, run.in_turns, run.takes_turns("one"), run.takes_turns("two")) == (2, True, True, True)
+    assert load_run(config, [*colocated, "process_groups={at_once: 1, suspend: eager}"]).shared_places == 1
+    inline = load_run(config, ["mode=colocated"])
+    assert (inline.shared_places, inline.in_turns, inline.takes_turns("one")) == (0, False, False)
+    assert not load_run(config, ["mode=sync", "cluster.backend=ray"]).takes_turns("one")
+    assert refused(config, *colocated, "cluster.address=10.0.0.1:6379") == [
+        "mode is 'colocated', in which policies are trained on places, and cluster.address is '10.0.0.1:6379', but "
+        "places are on one machine so far; use cluster.address=local, or mode=sync"
+    ]
+    both = [f"policies.{name}.training={{lora: {{rank: 2}}, together: true}}" for name in ("one", "two")]
+    assert refused(config, *colocated, *both) == [
+        "policies.one.training.together is true, but policies are trained on 2 places that hold one policy at a time "
+        "(mode=colocated); use mode=sync, or together=false"
+    ]
+
+
+def test_an_engine_that_does_not_sleep_gives_no_device_to_its_trainer(config):
+    vllm, colocated = "policies.two.engine={type: vllm}", ["mode=colocated", "cluster.backend=ray"]
+    assert refused(config, *colocated, vllm) == [
+        "mode is 'colocated', in which engines of trained policies give their devices up, but policies.two.engine.type "
+        "is 'vllm', which does not sleep; use engine.type=embedded, or mode=sync"
+    ]
+    frozen = load_run(config, [*colocated, vllm, "policies.two.trainable=false"])
+    assert (frozen.takes_turns("one"), frozen.takes_turns("two")) == (True, False), "it has a device of its own"
+
+
 def test_ranks_are_processes_of_one_machine(config):
     ranks = "policies.one.training.ranks=2"
     assert refused(config, ranks) == [

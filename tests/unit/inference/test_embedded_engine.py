@@ -283,3 +283,71 @@ def test_the_table_of_engines_holds_settings_classes_with_a_type_and_a_factory()
     assert list(ENGINES.built_in) == ["embedded", "openai", "scripted", "timed", "vllm"]
     assert ENGINES["embedded"] is EmbeddedSettings
     assert EmbeddedSettings().type == "embedded"
+
+
+def untied(number):
+    """The weights of a model as a trainer publishes them."""
+    return {name: tensor.detach() for name, tensor in without_ties(tiny.qwen3(number)).items()}
+
+
+@pytest.mark.parametrize("verify", ["full", "names"])
+@pytest.mark.parametrize("tree", [untied, lambda number: tiny.qwen3(number).state_dict()], ids=["once", "tied twice"])
+def test_asleep_it_has_no_weights_that_the_store_has_and_awake_the_same_bits(verify, tree):
+    async def scenario(world):
+        await world.store.set(weights_key(POLICY, FIRST), tree(1))
+        expected = checksum(untied(1))
+        engine = world.engine(verify=verify)
+        await engine.sleep()
+        assert all(p.numel() for p in engine._core._model.parameters()), "those of its files are nowhere else"
+        await engine.wake()
+        await engine.load_weights(POLICY, FIRST)
+        undisturbed = await collect(engine, [request("r", [1, 2, 3], seed=5, max_tokens=20)])
+        asking = asyncio.create_task(collect(engine, [request("r", [1, 2, 3], seed=5, max_tokens=20)]), name="asking")
+        before = (await engine.usage()).generated_tokens
+        await generated(engine, before + 1)
+        await engine.sleep()
+        model = engine._core._model
+        assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters()), "it holds no weight"
+        await engine.wake()
+        assert checksum(without_ties(model)) == expected
+        assert (await asking)["r"].response_ids.tolist() == undisturbed["r"].response_ids.tolist()
+        assert (await asking)["r"].logprobs.tolist() == undisturbed["r"].logprobs.tolist()
+        await engine.close()
+
+    in_world(scenario)
+
+
+def test_weights_that_come_while_it_has_none_are_those_that_it_wakes_with():
+    async def scenario(world):
+        await world.publish()
+        second = (await world.store.set(weights_key(POLICY, Version(2)), untied(2))).checksum
+        engine = world.engine()
+        await engine.load_weights(POLICY, FIRST)
+        await engine.sleep()
+        assert await engine.load_weights(POLICY, Version(2)) == second
+        await world.store.release(weights_key(POLICY, FIRST))
+        await engine.wake()
+        assert checksum(without_ties(engine._core._model)) == second
+        await engine.close()
+
+    in_world(scenario)
+
+
+def test_an_engine_whose_version_is_gone_or_another_one_does_not_wake():
+    async def scenario(world):
+        await world.publish()
+        engine, other = world.engine(), world.engine()
+        for one in (engine, other):
+            await one.load_weights(POLICY, FIRST)
+            await one.sleep()
+        await world.store.release(weights_key(POLICY, FIRST))
+        with pytest.raises(EngineError, match="waking the engine of 'solver'"):
+            await engine.wake()
+        await world.store.set(weights_key(POLICY, FIRST), tiny.qwen3(2).state_dict())
+        with pytest.raises(EngineError, match=r"version 1 had checksum .*, but it came back with"):
+            await other.wake()
+        assert (await other.usage()).running == 0
+        await engine.close()
+        await other.close()
+
+    in_world(scenario)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
@@ -34,7 +33,7 @@ from flexmarl.cluster.interface import (
 )
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Fetched
-from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, place
+from flexmarl.cluster.placement import NoRoom, Placed, PoolNodes, RoomRequest, needed, place
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import ConfigError, FlexmarlError, WorkerError
 from flexmarl.events.event import Events
@@ -144,7 +143,10 @@ class RayCluster:
         self._residents: set[RayResident[Any]] = set()
         self._placing: list[Placed] = []
         """Places of residents that are being started, until they are in `_residents`."""
+        self._rooms: dict[tuple[str, int], ActorSlot] = {}
+        """Slots of live residents and of those being started, by node and room. Two that take turns have one slot."""
         self._free: list[ActorSlot] = []
+        self._reserving = asyncio.Lock()
         self._visible: Visible = {}
         self._seen: set[str] = set()
         """Ids of the nodes that this Ray has or had."""
@@ -257,38 +259,38 @@ class RayCluster:
         """A node for each resident. Raises ConfigError if one has no room."""
         placed = self._place(specs)
         if isinstance(placed, NoRoom):
-            asked = f"{len(specs)} CPU and {sum(spec.devices for spec in specs)} GPU"
+            cpus, gpus = needed(requests_of(specs))
+            asked = f"{cpus} CPU and {gpus} GPU"
             raise ConfigError(f"no room for {len(specs)} more residents, {asked}: {placed.because}; {ADVICE}")
         return placed
 
     def _place(
         self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()
     ) -> list[Placed] | NoRoom:
-        requests = [
-            RoomRequest(name=spec.name, devices=spec.devices, pool=POOL_OF.get(spec.kind, NO_POOL), node=spec.node)
-            for spec in specs
-        ]
         held = [one for one in self._held() if one.request.name not in without]
-        return place(requests, nodes=self.nodes, pools=self._pools, held=held)
+        return place(requests_of(specs), nodes=self.nodes, pools=self._pools, held=held)
 
     def _held(self) -> list[Placed]:
         """The places of all residents that live or are being started."""
         return [*self._placing, *(resident.placed for resident in self._residents if resident.placed is not None)]
 
     async def _slots(self, placed: Sequence[Placed]) -> list[ActorSlot]:
-        """A slot for each resident, on its node: slots of ended residents first, then a new group for each node."""
-        found = [self._take(one) for one in placed]
-        missing = [one for one, slot in zip(placed, found, strict=True) if slot is None]
-        new: dict[str, list[ActorSlot]] = {}
-        try:
-            for name in sorted({one.node for one in missing}):
-                gpus = [one.request.devices for one in missing if one.node == name]
-                reserving = partial(reserve, gpus, node=self._nodes[name])
-                new[name] = await self._ask(reserving, timeout=PLACE_S + STOP_S)
-        except BaseException:
-            self._free += [slot for slot in [*found, *chain.from_iterable(new.values())] if slot is not None]
-            raise
-        return [slot or new[one.node].pop(0) for one, slot in zip(placed, found, strict=True)]
+        """A slot for each resident: that of its room, a free one of its node, or one of a new group for each node."""
+        async with self._reserving:
+            new_rooms = {(one.node, one.room): one for one in placed if (one.node, one.room) not in self._rooms}
+            found = {room: slot for room, one in new_rooms.items() if (slot := self._take(one))}
+            try:
+                for name in sorted({node for node, _ in new_rooms.keys() - found.keys()}):
+                    missing = [room for room in new_rooms if room[0] == name and room not in found]
+                    gpus = [new_rooms[room].request.devices for room in missing]
+                    reserving = partial(reserve, gpus, node=self._nodes[name])
+                    slots = await self._ask(reserving, timeout=PLACE_S + STOP_S)
+                    found |= dict(zip(missing, slots, strict=True))
+            except BaseException:
+                self._free += found.values()
+                raise
+            self._rooms |= found
+            return [self._rooms[one.node, one.room] for one in placed]
 
     def _take(self, placed: Placed) -> ActorSlot | None:
         for slot in self._free:
@@ -305,12 +307,22 @@ class RayCluster:
 
     def _ended(self, resident: RayResident[Any], lost: str | None) -> None:
         self._residents.discard(resident)
-        if resident.slot.node.name in self._nodes:
-            self._free.append(resident.slot)
+        self._vacate(resident)
         if lost is not None:
             place = resident.place
             event = WorkerLost(process=resident.name, node=place.node, pid=place.pid, because=lost)
             asyncio.get_running_loop().call_soon(self.events.emit, event)
+
+    def _vacate(self, resident: RayResident[Any]) -> None:
+        """Frees the room of a resident that has ended, unless another one takes turns with it."""
+        placed = resident.placed
+        assert placed is not None, "only agents have no room, and they are none of the cluster's residents"
+        room = placed.node, placed.room
+        if any((one.node, one.room) == room for one in self._held()):
+            return
+        slot = self._rooms.pop(room)
+        if slot.node.name in self._nodes:
+            self._free.append(slot)
 
     def _lose(self, node: ClusterNode, because: str) -> None:
         """Ends everything on a node that is lost. Without the controller's own agent, the run cannot go on at all."""
@@ -393,6 +405,20 @@ def key_of(file: str) -> str:
     'weights/solver/3'
     """
     return unquote(file.removesuffix(".object"))
+
+
+def requests_of(specs: Sequence[ResidentSpec[Any]]) -> list[RoomRequest]:
+    """The room that residents ask for, outside of the controller's process."""
+    return [
+        RoomRequest(
+            name=spec.name,
+            devices=spec.devices,
+            pool=POOL_OF.get(spec.kind, NO_POOL),
+            node=spec.node,
+            takes_turns=spec.takes_turns,
+        )
+        for spec in specs
+    ]
 
 
 def pools_of(settings: ClusterSettings, nodes: Sequence[str]) -> dict[str, PoolNodes]:

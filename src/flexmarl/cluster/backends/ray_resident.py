@@ -39,7 +39,7 @@ NAMED = frozenset({ResidentKind.NODE, ResidentKind.STORE})
 
 @dataclass(frozen=True, slots=True)
 class ActorSlot:
-    """Room for one resident on a node."""
+    """Room for one resident on a node, or for two that take turns."""
 
     node: ClusterNode
     gpus: int = 0
@@ -199,7 +199,12 @@ def actor_class(contract: type, host: type[Host]) -> Any:
 
 
 def start_actor(spec: ResidentSpec[Any], slot: ActorSlot, host: type[Host]) -> Any:
-    """Starts the actor that hosts a resident. It is never restarted, because its state would be gone."""
+    """Starts the actor that hosts a resident. It is never restarted, because its state would be gone.
+
+    Of two residents that take turns in one bundle each asks Ray for half of it. Ray gives both the same accelerator.
+    """
+    assert not spec.takes_turns or spec.devices <= 1, "Ray gives no halves of several accelerators"
+    share = 0.5 if spec.takes_turns else 1
     strategy = (
         NodeAffinitySchedulingStrategy(slot.node.id, soft=False)
         if slot.group is None
@@ -209,8 +214,8 @@ def start_actor(spec: ResidentSpec[Any], slot: ActorSlot, host: type[Host]) -> A
         actor_class(spec.contract, host)
         .options(
             name=str(spec.name) if spec.kind in NAMED else None,
-            num_cpus=0 if slot.group is None else 1,
-            num_gpus=slot.gpus,
+            num_cpus=0 if slot.group is None else share,
+            num_gpus=slot.gpus * share,
             max_concurrency=CALLS_AT_ONCE,
             enable_task_events=False,
             scheduling_strategy=strategy,

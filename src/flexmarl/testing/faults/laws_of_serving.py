@@ -26,7 +26,7 @@ from flexmarl.events.serving_events import (
     Moved,
     MoveFailed,
 )
-from flexmarl.events.training_events import Published, Swapped
+from flexmarl.events.training_events import DevicesFreed, Published, Swapped
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import InstanceId, RowState, WorkerId
 from flexmarl.testing.faults.story import Life, Story, ended_by, group_of
@@ -137,9 +137,10 @@ def _outside_the_window(story: Story) -> Iterator[str]:
 
 
 def law_4_nothing_is_held_twice(story: Story) -> Iterator[str]:
-    """No more trainers than allowed are on devices, no move takes a policy's last instance, no name is used twice."""
+    """No more trainers than allowed are on devices, none while engines have them, no move takes a policy's last
+    instance, no name is used twice."""
     for number, life in enumerate(story.lives):
-        for because in (*_crowded_devices(story, life), *_bereft_policies(story, life)):
+        for because in (*_crowded_devices(story, life), *_two_tenants(story, life), *_bereft_policies(story, life)):
             yield f"life {number}: {because}"
 
 
@@ -155,6 +156,22 @@ def _crowded_devices(story: Story, life: Life) -> Iterator[str]:
         (resident.add if direction == "resume" else resident.discard)(process)
         if len(resident) > at_once:
             yield f"{sorted(resident)} are on devices, process_groups.at_once is {at_once}"
+
+
+def _two_tenants(story: Story, life: Life) -> Iterator[str]:
+    """Reports trainers that are on devices while engines have them, in the mode in which both have the same."""
+    if story.settings.mode is not Mode.COLOCATED:
+        return
+    engines, since, there = True, 0.0, set[str]()
+    for event in life.of(Swapped, DevicesFreed):  # A swap is in the journal when it has ended.
+        if isinstance(event, Swapped):
+            if engines or event.began < since:
+                yield f"{event.process} has its {event.direction} while engines have the devices"
+            (there.add if event.direction == "resume" else there.discard)(event.process)
+            continue
+        engines, since = event.by == "trainers", event.ended
+        if there:
+            yield f"{sorted(there)} are on devices that the {event.by} have given up"
 
 
 def _bereft_policies(story: Story, life: Life) -> Iterator[str]:

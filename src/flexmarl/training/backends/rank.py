@@ -71,15 +71,17 @@ class RankHost:
         device: str = "cpu",
         thread: DeviceThread | None = None,
         ranks: Mapping[int, Ranks] | None = None,
+        gives_way: bool = False,
     ) -> None:
         """`policies` are those that it may be asked to hold. States that find no room in `objects` go to `disk`.
 
+        If it `gives_way` to engines, the base of adapters is in host memory while it holds no policy.
         `ranks` has its view of the first n ranks of its place, by n; without it, it is the only one.
         The model is made, and copied from its blocks, on `thread`; without it, at once.
         """
         self._policies, self._objects, self._make = policies, objects, make
         self._disk = disk or objects
-        self._device, self._thread = device, thread
+        self._device, self._thread, self._gives_way = device, thread, gives_way
         self._views = ranks or {1: ALONE}
         self._ranks = ALONE
         """The ranks that hold the policy."""
@@ -224,6 +226,8 @@ class RankHost:
         if self._base is None or self._base.name != trained.base:
             self._base = None  # Before the next one is loaded: two may find no room.
             self._base = Base(trained.source, trained.settings.dtype, self._device, self._skeleton(trained))
+        if self._gives_way:
+            self._base.to(self._device)
         return self._base.model()
 
     def _skeleton(self, trained: Trained) -> PreTrainedModel:
@@ -246,6 +250,8 @@ class RankHost:
         return trainer
 
     def _free(self) -> None:
+        if self._gives_way and self._base is not None:
+            self._base.to("cpu")
         gc.collect()
         free_unused(self._device)
 

@@ -163,6 +163,11 @@ class Base:
         self.weights: Tensors = {name: tensor.detach() for name, tensor in unique_tensors(model)}
         self._buffers, self._skeleton = buffers_of(model), skeleton
 
+    def to(self, device: str) -> None:
+        """Moves them. Models that were made before keep those of the device before."""
+        self.weights = {name: tensor.to(device) for name, tensor in self.weights.items()}
+        self._buffers = {name: tensor.to(device) for name, tensor in self._buffers.items()}
+
     def model(self) -> PreTrainedModel:
         """A model that computes with these weights, for an adapter to be put on. It has no memory of its own."""
         return bind(deepcopy(self._skeleton), self.weights, self._buffers)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from flexmarl.cluster.torch_device import free_bytes, free_unused, place
-from flexmarl.errors import ConfigError
+from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.embedded.kv_cache import (
     ATTENTION,
     FIRST,
@@ -34,11 +34,11 @@ from flexmarl.inference.backends.embedded.kv_cache import (
     cached_numbers,
 )
 from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
-from flexmarl.inference.backends.embedded.weights import AdaptedWeights, swap_weights, without_ties
+from flexmarl.inference.backends.embedded.weights import AdaptedWeights, GivenUp, swap_weights, without_ties
 from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.inference.kv_ledger import Grant, Kept, KeptPrefixes, KvLedger
 from flexmarl.inference.settings import KV_SHARE, EmbeddedSettings
-from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree
+from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, confirms
 from flexmarl.objects.settings import Verify
 from flexmarl.records import (
     EngineUse,
@@ -223,7 +223,11 @@ class EngineCore:
         self._plain = True
         self._generated = 0
         self.asleep = False
-        """True while weights and cache are in host memory, so that it cannot step."""
+        """True while weights and cache are off the device, so that it cannot step."""
+        self._whole: Checksum | None = None
+        """Checksum of the weights, if they are a version's, which the object store has; None with an adapter, too."""
+        self._given_up: GivenUp | None = None
+        """The weights, asleep, if the object store has them."""
         self.version = version
 
     @property
@@ -289,12 +293,16 @@ class EngineCore:
         """
         adapter = PublishedAdapter.from_tree(tree)
         if adapter is not None:
-            held = self._adapted.load(adapter, self._verify)
+            held, self._whole = self._adapted.load(adapter, self._verify), None
         else:
-            held = swap_weights(self._model, tree, self._verify)
+            held = self._whole = self.copied(tree)
             self._adapted.forget()
         self._serve(version)
         return held
+
+    def copied(self, tree: TensorTree) -> Checksum:
+        """Copies whole weights into the model; returns the checksum of what it holds. It serves them after `load`."""
+        return swap_weights(self._model, tree, self._verify)
 
     def weights(self) -> TensorTree:
         """The model's own tensors, of tied ones only the first: a trainer publishes whole weights in this layout."""
@@ -302,7 +310,7 @@ class EngineCore:
 
     def load_in_place(self, version: Version, fill: Callable[[], Checksum]) -> Checksum:
         """The same for whole weights, which `fill` copies into `weights`. If it raises, it has written nothing."""
-        held = fill()
+        held = self._whole = fill()
         self._adapted.forget()
         self._serve(version)
         return held
@@ -326,21 +334,45 @@ class EngineCore:
         del self._model, self._adapted, self._cache
         free_unused(self._device)
 
-    def sleep(self) -> None:
-        """Moves the weights to host memory and frees the device. Of the cache, running requests' blocks are kept."""
+    def sleep(self, *, give_up: bool = False) -> None:
+        """Frees the device. Of the cache, running requests' blocks are kept in host memory, and so are the weights.
+
+        With `give_up`, those of a version are kept nowhere: the object store has them.
+        """
         if self.asleep:
             return
         self._ledger.forget()
         self._prompts.clear()
         self._cache.set_aside(self._ledger.held())
+        if give_up and self._whole is not None:
+            self._given_up = GivenUp(self._model)
         self._model.to("cpu")
         self._adapted.to("cpu")
         free_unused(self._device)
         self.asleep = True
 
+    @property
+    def lacks_weights(self) -> bool:
+        """True if its weights were given up: they must be filled in again, by `made_again` and `refill`."""
+        return self._given_up is not None
+
+    def made_again(self, *, on_device: bool) -> TensorTree:
+        """Takes memory for weights that were given up: on its device, or in host memory if it sleeps on."""
+        assert self._given_up is not None, "it has its weights"
+        return self._given_up.made_again(self._device if on_device else "cpu")
+
+    def refill(self, fill: Callable[[], Checksum]) -> Checksum:
+        """Has `fill` copy the version that was given up into `made_again`. Raises EngineError if it is another one."""
+        expected, held = self._whole, fill()
+        if expected is None or not confirms(held, expected):
+            raise EngineError(f"version {self.version} had checksum {expected}, but it came back with {held}")
+        self._given_up = None
+        return held
+
     def wake(self) -> None:
         """Moves everything back to the device. The next step continues as if there had been no sleep."""
         if self.asleep:
+            assert self._given_up is None, "its weights must be filled in first"
             self._model.to(self._device)
             self._adapted.to(self._device)
             self._cache.bring_back()

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -152,6 +153,7 @@ class EmbeddedEngine:
         key = weights_key(policy, version)
         with boundary(EngineError, f"loading '{key}' into the engine of '{policy}'"):
             async with self._changing:
+                await self._get_back(core, on_device=False)
                 if policy != self._policy:
                     return await self._become(policy, version, core)
                 held = await self._load(core, version, key)
@@ -185,14 +187,20 @@ class EmbeddedEngine:
         return held
 
     async def sleep(self) -> None:
-        """Sleeps between two passes. Later passes only take requests and aborts, until `wake`."""
+        """Sleeps between two passes. Later passes only take requests and aborts, until `wake`.
+
+        Weights that the object store has are kept nowhere here; others, as a base with its adapter, in host memory.
+        """
         async with self._changing:
-            await self._thread.run(self._open_core().sleep)
+            await self._thread.run(self._open_core().sleep, give_up=True)
 
     async def wake(self) -> None:
-        """Resumes the requests that `sleep` paused."""
+        """Resumes the requests that `sleep` paused. Weights that were given up come from the object store."""
         async with self._changing:
-            await self._thread.run(self._open_core().wake)
+            core = self._open_core()
+            with boundary(EngineError, f"waking the engine of '{self._policy}'"):
+                await self._get_back(core, on_device=True)
+            await self._thread.run(core.wake)
         self._go_on()
 
     async def close(self) -> None:
@@ -203,6 +211,20 @@ class EmbeddedEngine:
         if self._pump_task is not None:
             await asyncio.wait([self._pump_task])  # `wait`, because awaiting the task would cancel it with the caller.
         self._core = None
+
+    async def _get_back(self, core: EngineCore, *, on_device: bool) -> None:
+        """Gets the weights that `sleep` gave up, if it did."""
+        if not core.lacks_weights:
+            return
+        key = weights_key(self._policy, core.version)
+        model = await self._thread.run(partial(core.made_again, on_device=on_device))
+        try:
+            await self._store.get_into(
+                key, model, verify=self._verify, run=lambda fill: self._thread.run(core.refill, fill)
+            )
+        except ValueError:  # The layout differs. Nothing was written.
+            tree = await self._store.get(key)
+            await self._thread.run(core.refill, lambda: core.copied(tree))
 
     async def _load(self, core: EngineCore, version: Version, key: ObjectKey) -> Checksum:
         """Copies whole weights straight into the model; gets an adapter, or weights in another layout, by itself."""

@@ -50,6 +50,26 @@ def without_ties(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+class GivenUp:
+    """A model's own weights without memory, while somebody else has their device: their shapes are kept.
+
+    Buffers that no version has (rotary frequencies) stay.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Gives them up. The model cannot compute before they are made again, and filled."""
+        self._weights = without_ties(model)
+        self._shapes = {name: tensor.shape for name, tensor in self._weights.items()}
+        for tensor in self._weights.values():
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+
+    def made_again(self, device: str) -> TensorTree:
+        """Takes memory on a device for all of them. Their values are unset."""
+        for name, tensor in self._weights.items():
+            tensor.data = torch.empty(self._shapes[name], dtype=tensor.dtype, device=device)
+        return self._weights
+
+
 def _check_names(held: TensorTree, tree: TensorTree) -> None:
     unknown = sorted(set(tree) - set(held))
     if unknown:
