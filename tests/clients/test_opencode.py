@@ -228,7 +228,8 @@ def test_the_example_gives_opencode_a_prompt_of_its_own_and_two_tools_that_fit_a
 ) -> None:
     text = EXAMPLE["team"]["workflow"]["env"]["OPENCODE_CONFIG_CONTENT"]
     config: Any = json.loads(text.replace("coder", "solver").replace("titler", "verifier"))
-    config["provider"]["flexmarl"]["models"]["solver"]["limit"]["context"] = 9000  # Of shorter tokens than the model's.
+    # The tests' tokens are shorter than the model's.
+    config["provider"]["flexmarl"]["models"]["solver"]["limit"] = {"context": 9000, "output": 256}
     steps = iter(
         [
             call("read", filePath="/box/notes.txt"),
