@@ -175,7 +175,7 @@ def account_is_exact(got: Played) -> None:
 def test_opencode_as_it_comes_solves_a_task_with_a_sub_agent_and_a_compaction(sandbox: Bubblewrap, place: Path) -> None:
     steps = iter(
         [
-            call("read", filePath="/box/notes.txt") + call("glob", pattern="*.txt"),
+            call("read", filePath="/box/notes.txt") + runs("lists", "ls"),
             call("task", description="read", prompt="Which number is it?", subagent_type="general"),
             call("read", filePath="/box/notes.txt"),
             "The notes say 41.",
@@ -198,6 +198,10 @@ def test_opencode_as_it_comes_solves_a_task_with_a_sub_agent_and_a_compaction(sa
     (_, title), (summing, summary) = *played.of(TITLES), *played.of(SUMS_UP)
     assert (title.agent, summary.agent) == ("verifier", "solver")
     assert "nothing happened here" in summing.body["messages"][1]["content"]
+    results = [
+        one["content"] for asked, _ in played.of(WORKS) for one in asked.body["messages"] if one["role"] == "tool"
+    ]
+    assert "log.txt\nnotes.txt\n" in results, "witness: two calls of one message were run"
     by_session: dict[str, set[int]] = {}
     for asked, turn in played.of(WORKS):
         by_session.setdefault("sub" if "x-parent-session-id" in asked.headers else "own", set()).add(turn.tags["lane"])
