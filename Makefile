@@ -18,7 +18,7 @@ GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platf
 GPU_JSON ?= gpu.json
 
 .PHONY: help install install-dev quickstart model test test-processes test-sandbox test-mcp test-deep test-extras \
-	test-gateway test-vllm \
+	opencode test-gateway test-vllm \
 	check lint bench bench-vllm gpu gpu-wheels docs clean
 
 help:  ## what each target does
@@ -89,6 +89,17 @@ $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
 test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (a minute)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/extras
 
+BLACK_BOX := examples/black_box
+# The one version that is tried; of its packages npm takes those for this machine, and its own script chooses among them.
+OPENCODE := 1.18.33
+
+opencode: $(BLACK_BOX)/node_modules/.opencode-$(OPENCODE)  ## the opencode CLI of npm for examples/black_box (350 MB)
+
+$(BLACK_BOX)/node_modules/.opencode-$(OPENCODE):
+	npm install --prefix $(BLACK_BOX) --no-save --no-package-lock --ignore-scripts --silent opencode-ai@$(OPENCODE)
+	node $(BLACK_BOX)/node_modules/opencode-ai/postinstall.mjs
+	@touch $@
+
 GATEWAY := .venv-gateway
 
 # Its packages come before those of .venv, which it shares: only the clients are installed.
@@ -99,7 +110,7 @@ $(GATEWAY)/.installed: $(VENV)/.installed-dev requirements-gateway.lock
 		> $$($(GATEWAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/core.pth
 	@touch $@
 
-test-gateway: $(GATEWAY)/.installed  ## clients and agent frameworks as they come, in an environment of its own (a minute)
+test-gateway: $(GATEWAY)/.installed  ## clients and agents as they come, opencode too after `make opencode` (two minutes)
 	$(GATEWAY)/bin/python -m pytest tests/clients
 
 VLLM := .venv-vllm

@@ -33,6 +33,13 @@ def digits_in_calls(task, team, answer, calls):
     team.report(success=sum(letter.isdigit() for letter in answer) / 8)
 
 
+@program("asks_every_seat")
+async def asks_every_seat(task, seats):
+    said = [{"role": "user", "content": task.prompt}]
+    replies = [await asyncio.to_thread(ask, seat, said) for seat in seats.values()]
+    return replies[0]["content"] or ""
+
+
 @program("tells_its_key")
 async def tells_its_key(task, seats):
     raise ValueError(f"{seats['solver'].key} does not work at {seats['solver'].openai_url}")

@@ -85,6 +85,34 @@ def test_a_policy_learns_from_a_program_and_every_token_is_accounted_for(folder:
         assert told in shown
 
 
+def test_two_policies_learn_from_a_program_and_a_frozen_third_seat_answers_it_and_is_never_trained(
+    folder: Path,
+) -> None:
+    policy = "{model: model, engine: {type: embedded, slots: 16, max_len: 64}"
+    seats = {"solver": "one", "verifier": "two", "referee": "fixed"}
+    events = trained(
+        folder,
+        f"policies.two={policy}, training: {{micro_batch: 4, optimizer: {{learning_rate: 1e-2}}}}}}",
+        f"policies.fixed={policy}, trainable: false}}",
+        *(f"team.agents.{seat}={{policy: {name}, sampling: {{max_tokens: 8}}}}" for seat, name in seats.items()),
+        "team.workflow.name=asks_every_seat",
+        "steps=2",
+        "batch.episodes=4",
+    )
+    updated = [event["policy"] for event in events if event["event"] == "updated"]
+    assert sorted(updated) == ["one", "one", "two", "two"]
+    said = CliRunner().invoke(app, ["show", str(newest(folder)), "--json", "--limit", "99"]).output
+    turns = [turn for line in said.splitlines() for turn in json.loads(line)["turns"]]
+    of_seat = {seat: [turn for turn in turns if turn["agent"] == seat] for seat in seats}
+    assert {len(each) for each in of_seat.values()} == {2 * 2 * 4}, "witness: each seat answered in every episode"
+    for seat in ("solver", "verifier"):
+        assert {turn["versions"][0][1] for turn in of_seat[seat]} == {0, 1}
+        assert any(turn["state"] == "trained" for turn in of_seat[seat])
+    frozen = {(turn["state"], turn["reason"], turn["versions"][0][1]) for turn in of_seat["referee"]}
+    assert frozen == {("filtered", "not a trained policy's turn", 0)}
+    assert all(turn["reply"]["ids"] for turn in of_seat["referee"])
+
+
 def newest(folder: Path) -> Path:
     return max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
 

@@ -37,6 +37,15 @@ def sandbox() -> Bubblewrap:
     return Bubblewrap()
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder that boxes, which are nobody's, can get into."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder.stat().st_mode & 0o001 == 0:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    return tmp_path
+
+
 def remains() -> list[str]:
     """Boxes and groups of this process that are still there."""
     processes = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]

@@ -2,12 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import cache
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,16 +12,13 @@ from rich.console import Console
 from flexmarl.agents.black_box import Command
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
-from flexmarl.errors import ConfigError, EpisodeError
+from flexmarl.errors import ConfigError
 from flexmarl.gateway.runners.boxed_commands import RELAY_PORT, CommandHost
 from flexmarl.gateway.server import seats_alone, serving, unix_socket
-from flexmarl.sandbox.backends.bubblewrap import Bubblewrap
+from tests.sandbox.boxed_play import payload_of, played, tokenizer_of
 from tests.sandbox.conftest import remains
-from tests.unit.agents.tokenizers_for_tests import byte_pairs
-from tests.unit.gateway.doors import At, Played, TokenModel, play
+from tests.unit.gateway.doors import At, TokenModel, play
 
-tokenizer_of = cache(byte_pairs)
-command_number = count().__next__
 ASKS = """
 import json, os, sys
 from urllib.request import Request, urlopen
@@ -48,39 +40,6 @@ print("my key is", os.environ["ANTHROPIC_API_KEY"], file=sys.stderr)
 
 def python(code: str, *arguments: str) -> tuple[str, ...]:
     return ("python3", "-c", code, *arguments)
-
-
-def payload_of(at: At, **data: Any) -> dict[str, Any]:
-    seats = {name: asdict(seat) for name, seat in at.door.seats.items()}
-    return {"task": {"prompt": "3+4", "data": data}, "seats": seats, "episode": "g0e0a0"}
-
-
-def played(sandbox: Bubblewrap, folder: Path, command: Command | Callable[[At], Command], **data: Any) -> Played:
-    """Plays one episode by a command. `notes` has its answer, or its error."""
-
-    async def program(at: At) -> None:
-        path = folder / f"{command_number()}.sock"
-        host = CommandHost(sandbox, path, base=folder, outputs=folder / "commands")
-        async with serving(seats_alone(at.sessions), unix_socket(path)):
-            at.notes["reward_key"] = at.door.rewards.key
-            try:
-                asked = command if isinstance(command, Command) else command(at)
-                at.notes["answer"] = await host.play(asked, payload_of(at, **data))
-            except EpisodeError as error:
-                at.notes["error"] = str(error)
-
-    tokenizer = tokenizer_of()
-    model = TokenModel(tokenizer, lambda prompt, request: "seven", token_s=0.0)
-    return play(program, model, tokenizer, sockets=True)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder that boxes, which are nobody's, can get into."""
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        if folder.stat().st_mode & 0o001 == 0:
-            folder.chmod(folder.stat().st_mode | 0o011)
-    return tmp_path
 
 
 def test_an_agent_asks_both_apis_and_its_output_is_kept_without_its_key(sandbox, place):

@@ -75,9 +75,9 @@ def is_whole(path: Path) -> bool:
 
 
 def plays_programs(path: Path) -> bool:
-    """True if its episodes are programs, which real time cannot leave: flexmarl simulate refuses them by name."""
+    """True if programs or commands play it: their time is real, and flexmarl simulate refuses them by name."""
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return settings.get("team", {}).get("workflow", {}).get("type") == "program"
+    return settings.get("team", {}).get("workflow", {}).get("type") in ("program", "command")
 
 
 def scores_in_boxes(path: Path) -> bool:

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import NamedTuple
 
+from flexmarl.agents.black_box import Command
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
 from flexmarl.inference.settings import is_timed
@@ -22,6 +24,14 @@ READ_IN: Mapping[str, tuple[Mode, ...]] = {
 }
 """The modes that read a key of `pipeline`. `ahead` and `updates` are refused elsewhere: `config/fits.py`."""
 
+OPENCODE_CONFIG = "OPENCODE_CONFIG_CONTENT"
+OPENCODE_OFFLINE = tuple(
+    f"OPENCODE_DISABLE_{what}" for what in ("MODELS_FETCH", "AUTOUPDATE", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+)
+"""Variables of the opencode CLI: its config as JSON; those with the value 1 keep it from asking the network."""
+OPENCODE_MIB = 1024
+"""Memory with room for opencode 1.18: it took 530 to 660 MiB, and a box with 512 ended it."""
+
 
 class Caution(NamedTuple):
     """A setting that works, but not as well as it could."""
@@ -38,7 +48,7 @@ class Caution(NamedTuple):
 
 
 def cautions(settings: RunSettings) -> list[Caution]:
-    """Returns all cautions of a valid config: of engines, rates, corrections, the pipeline, sampling, tools, credit."""
+    """Returns all cautions of a valid config, from those of engines to that of the agent that is run."""
     return [
         *_of_timed_engines(settings),
         *_of_rates(settings),
@@ -47,6 +57,7 @@ def cautions(settings: RunSettings) -> list[Caution]:
         *_of_sampling(settings),
         *_of_tools(settings),
         *_of_depth(settings),
+        *_of_opencode(settings),
     ]
 
 
@@ -175,3 +186,30 @@ def _of_depth(settings: RunSettings) -> Iterator[Caution]:
                 f"counts {first:.3g} times the last, and turns of different depths are compared on different scales",
                 "leave it out, or compare within a turn: credit.estimator.type=atgrpo",
             )
+
+
+def _of_opencode(settings: RunSettings) -> Iterator[Caution]:
+    """Finds what the opencode CLI lacks in a box, if it is the command that plays the seats."""
+    command = settings.team.workflow
+    if not isinstance(command, Command) or "opencode" not in {PurePath(word).stem for word in command.argv}:
+        return
+    given = command.env.get(OPENCODE_CONFIG, "")
+    if lacking := [text for text in ("@ai-sdk/openai-compatible", "{openai_url}", "{key}") if text not in given]:
+        yield Caution(
+            f"team.workflow.env.{OPENCODE_CONFIG}",
+            f"it does not name {lacking[0]}, so that opencode asks a provider that its box cannot reach",
+            'set a provider with "npm": "@ai-sdk/openai-compatible" and "options": {"baseURL": "{openai_url}", '
+            '"apiKey": "{key}"}, whose models are the seats (docs/howto/black_box.md)',
+        )
+    if online := [name for name in OPENCODE_OFFLINE if command.env.get(name) != "1"]:
+        yield Caution(
+            "team.workflow.env",
+            f"without {', '.join(online)} opencode asks the network at each start, which its box does not have",
+            'set them to "1"',
+        )
+    if settings.sandbox.memory_mib < OPENCODE_MIB:
+        yield Caution(
+            "sandbox.memory_mib",
+            f"{settings.sandbox.memory_mib} is less than opencode takes, and a box that takes more is ended",
+            f"use {OPENCODE_MIB}",
+        )

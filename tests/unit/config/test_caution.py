@@ -1,5 +1,7 @@
 """Settings that are allowed and have a price."""
 
+from pathlib import Path
+
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.config import cautions, load_run
 from flexmarl.tools import ToolCall, tool
@@ -89,3 +91,22 @@ def test_training_on_the_replies_of_a_timed_engine_is_cautioned_against(config):
     assert "no samples of the weights" in caution.price
     assert keys_of(config, *timed, "policies.one.trainable=false") == []
     assert keys_of(config, *timed, "cluster.backend=simulated") == []
+
+
+def test_what_opencode_lacks_in_its_box_is_said_by_name(config):
+    def command(argv):
+        return ["team.agents.solver.tools=[]", f"team.workflow={{type: command, argv: {argv}}}"]
+
+    bare = command('["{base}/bin/opencode.exe", run, "{prompt}"]')
+    said = {one.key: str(one) for one in cautions(load_run(config, bare))}
+    assert [*said] == ["team.workflow.env.OPENCODE_CONFIG_CONTENT", "team.workflow.env", "sandbox.memory_mib"]
+    assert "@ai-sdk/openai-compatible" in said["team.workflow.env.OPENCODE_CONFIG_CONTENT"]
+    for name in ("MODELS_FETCH", "AUTOUPDATE", "LSP_DOWNLOAD", "DEFAULT_PLUGINS"):
+        assert f"OPENCODE_DISABLE_{name}" in said["team.workflow.env"]
+    assert "256" in said["sandbox.memory_mib"]
+    assert keys_of(config, *command("[other-agent, '{prompt}']")) == []
+
+
+def test_the_example_of_opencode_sets_all_that_opencode_needs():
+    example = load_run(Path(__file__).parents[3] / "examples/black_box/opencode.yaml")
+    assert cautions(example) == []
