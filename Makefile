@@ -168,6 +168,7 @@ bench: $(VENV)/.installed-bench  ## all benchmarks, each with its table (an hour
 	$(BIN)/python benchmarks/simulator.py --json
 	$(BIN)/python benchmarks/prediction.py --json
 	$(BIN)/python benchmarks/balancing.py --json
+	$(BIN)/python benchmarks/allocation.py --json
 	$(BIN)/python benchmarks/device_costs.py --json
 
 bench-vllm: $(VLLM)/.installed  ## the benchmarks of vLLM, in its environment (some minutes)

@@ -184,3 +184,29 @@ def test_asleep_and_set_aside_neither_process_holds_weights(small_run: Path, tmp
     training, suspended = min(held["rank training"]), max(held["rank suspended"])
     assert training - suspended > 3 * weights, "weights and two moments"
     assert suspended - held["rank started"][0] < weights, "of these nothing is left"
+
+
+def test_a_resumed_run_loads_its_trainers_on_the_devices_that_engines_gave_up(
+    small_run: Path, tmp_path: Path, in_step: Left
+) -> None:
+    begun = train(small_run, tmp_path, *COLOCATED, "steps=2")
+    settings = load_run(small_run, [*TEAM, f"out={tmp_path}", *COLOCATED])
+    flexmarl.train(settings, resume=begun.path, show=False)
+    assert_same(in_step, begun, steps=STEPS)
+    assert_in_turn(begun)
+
+
+ADAPTERS = [
+    *("evaluate={tasks: 2, every: 1}", "checkpoint={every: 1, keep: 9}", "steps=2"),
+    "policies.one.training={lora: {rank: 2}, micro_batch: 2, kl: {coef: 0.1, where: reward}}",
+    "policies.two.training={lora: {rank: 3}, micro_batch: 2, critic: {learning_rate: 1e-2}}",
+    "credit.estimator={type: gae}",
+    "credit.per_agent.solver={type: grpo}",
+]
+
+
+def test_adapters_whose_credit_asks_trainers_in_turn_end_with_the_bits_of_sync(small_run: Path, tmp_path: Path) -> None:
+    inline = train(small_run, tmp_path / "inline", *ADAPTERS, "mode=sync")
+    run = train(small_run, tmp_path / "ray", *ADAPTERS, *COLOCATED, "process_groups.at_once=1")
+    assert_same(inline, run, steps=2)
+    assert_in_turn(run)

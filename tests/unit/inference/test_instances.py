@@ -417,3 +417,31 @@ def test_leaving_the_pool_acknowledges_no_load_that_is_under_way():
             await loading
 
     run_virtual(scenario())
+
+
+def test_a_pool_is_asleep_when_lost_engines_have_been_ended():
+    async def scenario():
+        async with serving([Engine(), Engine(close_s=4.0)], Engine()) as at:
+            began = now()
+            at.pool.lose(InstanceId(POLICY, 1), "hangs")
+            await at.pool.sleep()
+            assert now() == began + 4.0, "until then it may hold its device"
+
+    run_virtual(scenario())
+
+
+def test_no_replacement_starts_in_a_pool_that_sleeps_again_at_once():
+    async def scenario():
+        async with serving([Engine(), Engine()], Engine()) as at:
+            await at.pool.sleep()
+            at.pool.lose(InstanceId(POLICY, 1), "killed")
+            await asyncio.sleep(5.0)
+            await at.pool.wake()
+            await at.pool.sleep()  # Before the replacement, which waited for the waking, has had its turn.
+            await asyncio.sleep(20.0)
+            assert at.spare.started == [], "asleep, nothing takes a device"
+            await at.pool.wake()
+            await asyncio.sleep(11.0)
+            assert [name for _, name in at.spare.started] == [InstanceId(POLICY, 2)]
+
+    run_virtual(scenario())

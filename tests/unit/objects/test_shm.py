@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import tempfile
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,32 @@ def test_what_one_process_sets_another_gets_with_the_same_checksum_and_may_keep(
     assert asyncio.run(scenario()) == (set_there, ["released"])
     assert set_there == checksum(heterogeneous_tree())
     assert objects(root) == []
+
+
+class Lingering(ThreadPoolExecutor):
+    """Threads that keep their work for as long as they like, as a busy machine makes them do for a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works = []
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.works.append((fn, args, kwargs))
+        return super().submit(fn, *args, **kwargs)
+
+
+def test_what_was_set_is_held_by_no_thread(store):
+    async def scenario():
+        lingering = Lingering()
+        asyncio.get_running_loop().set_default_executor(lingering)
+        tree = {"w": torch.zeros(3)}
+        held = weakref.ref(tree["w"])
+        await store.set(KEY, tree)
+        del tree
+        assert lingering.works, "witness: a thread has worked"
+        return held()
+
+    assert asyncio.run(scenario()) is None, "who frees a device after this leaves nothing on it"
 
 
 def test_what_a_reader_writes_nobody_else_sees(root, store):

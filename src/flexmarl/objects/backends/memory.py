@@ -118,9 +118,13 @@ class ShmObjectStore:
     async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
         """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder.
 
-        With `verify` names, the checksum covers names, dtypes and shapes alone.
+        With `verify` names, the checksum covers names, dtypes and shapes alone. When it returns, no thread holds the
+        tree: a thread keeps the arguments of its last work for a moment after the result, and in that moment a caller
+        who frees a device would leave the tree on it.
         """
-        return await asyncio.to_thread(self._set, key, tree, verify)
+        once = [tree]
+        del tree
+        return await asyncio.to_thread(lambda: self._set(key, once.pop(), verify))
 
     async def get(self, key: ObjectKey) -> TensorTree:
         """Views of this process's own map of the object. Raises KeyError, which lists the keys that exist."""
