@@ -30,6 +30,7 @@ for config in sys.argv[1:]:
         ("plan_path", dict.fromkeys(("cpu.yaml", "shared.yaml", "tree.yaml"), "nothing to do")),
         ("relay", {"cpu.yaml": "nothing to do"}),
         ("long_notes", {"cpu.yaml": "nothing to do"}),
+        ("search_team", {"cpu.yaml": "to do", "gpu.yaml": "to do"}),  # One task does not ask all agents.
         ("store_assistant", {"cpu.yaml": "6 to do", "timed.yaml": "8 to do"}),  # One task does not ask all agents.
         ("real_team", {"gpu.yaml": "to do"}),  # The others need the model that `make model` brings.
     ],
