@@ -40,6 +40,9 @@ from flexmarl.records import (
     Version,
 )
 
+USAGE_S = 5.0
+"""Seconds within which an instance must report its load to be counted."""
+
 
 class InferencePool:
     """All instances of all policies behind one call. It serves inside `async with pool.open():`.
@@ -305,7 +308,7 @@ class InferencePool:
             policy.lose(instance, because)
 
     async def usage(self) -> dict[InstanceId, EngineUse]:
-        """The load of every live instance that reports it within the grace period."""
+        """The load of every live instance that reports it within `USAGE_S`."""
         live = [instance for policy in self._policies.values() for instance in policy.live.values()]
         loads = await asyncio.gather(*(self._use(instance.engine) for instance in live))
         return {instance.name: use for instance, use in zip(live, loads, strict=True) if use is not None}
@@ -345,7 +348,7 @@ class InferencePool:
 
     async def _use(self, engine: InferenceEngine) -> EngineUse | None:
         with contextlib.suppress(TimeoutError, EngineError):  # The loss of an engine is noticed by its calls.
-            async with asyncio.timeout(self._settings.abort_grace_s):
+            async with asyncio.timeout(USAGE_S):
                 return await engine.usage()
 
     async def _have_all(self, what: str, do: Callable[[Instance], Awaitable[None]]) -> None:

@@ -320,7 +320,10 @@ class PoolSettings(Settings):
 
     load_timeout_s: float = Field(default=120.0, gt=0, description="An instance that loads for longer is dropped.")
     abort_grace_s: float = Field(
-        default=5.0, gt=0, description="An instance that does not answer an abort in this time is dropped."
+        default=30.0,
+        gt=0,
+        description="An instance that does not answer an abort in this time is dropped. One that computes answers when "
+        "its pass has ended, or that of a trainer on the same thread: on CPUs, that may take some time.",
     )
     replacements: int = Field(
         default=3, ge=0, description="Instances that a run may start in place of lost ones, per policy; 0: none."
