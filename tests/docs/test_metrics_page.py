@@ -43,14 +43,13 @@ class OddSyntax(SyntaxBase):
 """Takes any text for a call that cannot be read: a random model writes no better one."""
 
 
+NAMES = re.findall(r'@(?:program|judge)\("(\w+)"\)', program_of_a_run.PROGRAM)
+"""What the program of a run registers."""
+
+
 def measured(text: str) -> str:
     """The text with names of this file's own for what it registers."""
-    return (
-        text.replace("two_turns", "measured_turns")
-        .replace("digits_in", "measured_in")
-        .replace('"raises"', '"measured_raises"')
-        .replace('"tells_its_key"', '"measured_key"')
-    )
+    return re.sub(rf"\b({'|'.join(NAMES)})\b", r"measured_\1", text)
 
 
 RUNS = {
