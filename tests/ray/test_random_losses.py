@@ -24,7 +24,7 @@ from tests.ray.served import assert_same_bits, assert_served_once
 pytestmark = pytest.mark.ray
 
 FIRST = int(os.environ.get("FLEXMARL_SEED", "0"))
-IN_CI = range(1)
+IN_CI = range(2)
 DEEP = range(FIRST, FIRST + 40)
 STEPS, CALLS = 3, 3 * 4 * 4 * 2 * 2
 OVERRIDES = [

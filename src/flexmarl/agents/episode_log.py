@@ -260,12 +260,10 @@ class Ledger:
         return found
 
     def _parts(self, turn: Turn) -> dict[str, float]:
-        parts, own = (
-            dict(self._team_rewards),
-            (self._agent_rewards.get(turn.agent), self._call_rewards.get(turn.sample_id)),
-        )
+        own = self._agent_rewards.get(turn.agent), self._call_rewards.get(turn.sample_id)
         if turn.sample_id in self._handed and not any(own):
             return self._parts(self._handed[turn.sample_id])
+        parts = dict(self._team_rewards)
         for given in filter(None, own):
             for part, reward in given.items():
                 _add(parts, part, reward)

@@ -121,6 +121,36 @@ def test_the_branches_of_a_tree_have_notes_of_their_own():
     assert prompts(team)[-1].endswith("<|tool|>root<|assistant|>")
 
 
+def test_what_was_forgotten_does_not_come_back_after_an_act_that_failed():
+    team = talker(says("A", call("forget", keep=1), "B", "!gone", "C"))
+
+    async def run():
+        await team.solver.act("one")
+        await team.solver.act("two")
+        with pytest.raises(EngineError, match="gone"):
+            await team.solver.act("three")
+        await team.solver.act("four")
+
+    run_virtual(run())
+    forgets = call("forget", keep=1)
+    kept = f"<|system|>s<|user|>one\n\ntwo<|assistant|>{forgets}<|tool|>forgotten<|assistant|>B"
+    assert prompts(team)[-1] == f"{kept}<|user|>four<|assistant|>"
+
+
+def test_a_conversation_that_begins_anew_in_a_branch_has_another_number_than_those_at_its_root():
+    asked = []
+    replies = says(call("compact", summary="ab"), "ok", call("compact", summary="cd"), "ok")
+
+    def script(prompt, request):
+        asked.append(request.conversation)
+        return replies(prompt, request)
+
+    team = talker(script)
+    play(team, "one")
+    play(team.fork(Node((0,))), "two")
+    assert [conversation.rsplit("/", 1)[1] for conversation in asked] == ["0", "1", "1", "2"]
+
+
 BOSS = {"tell_tools": "none", "syntax": {"type": "tag"}, "sampling": {"max_tokens": 400}}
 
 
