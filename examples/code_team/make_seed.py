@@ -6,17 +6,19 @@ About four minutes on one core. The same kind of machine gives the same model, b
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from examples.code_team.demonstrations import demonstration
-from examples.math_team.make_seed import cold_start
+from examples.cold_start import cold_start, small_qwen3
 
 SEED_MODEL = Path(__file__).parent / "seed_model"
+MODEL = partial(small_qwen3, hidden=128, inner=256, layers=3, positions=96, theta=200.0, spread=0.04)
 
 
 def main(folder: str | Path = SEED_MODEL) -> None:
     """Trains and saves."""
-    cold_start(folder, demonstration, updates=2000, positions=96)
+    cold_start(folder, MODEL, demonstration, updates=2000, batch=32, rate=3e-3, warmup=50)
 
 
 if __name__ == "__main__":

@@ -1,81 +1,24 @@
-"""Makes the seed model of the long notes, by supervised cold start, and prints the loss.
+"""Makes the seed model of the long notes, by supervised cold start.
 
     python -m examples.long_notes.make_seed [folder]
 
 Two minutes on one core. The same kind of machine gives the same model, bit for bit.
 """
 
-import random
 import sys
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from examples.long_notes.demonstrations import Message, demonstration
-from examples.math_team.tokenizer import END, PAD, build_tokenizer
-from flexmarl.training.backends.supervised import Demonstration, train_supervised
-from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
+from examples.cold_start import cold_start, small_qwen3
+from examples.long_notes.demonstrations import demonstration
 
 SEED_MODEL = Path(__file__).parent / "seed_model"
-SEED, BATCH, UPDATES = 0, 64, 1500
+MODEL = partial(small_qwen3, key_heads=4, positions=64)
 
 
 def main(folder: str | Path = SEED_MODEL) -> None:
-    """Trains, saves tokenizer and model."""
-    torch.set_num_threads(1)  # The order of sums, and so the model, depends on it.
-    tokenizer, rng = build_tokenizer(), random.Random(SEED)
-    model = build_model(tokenizer)
-    rows = [encode(tokenizer, demonstration(rng)) for _ in range(UPDATES * BATCH)]
-    settings = SupervisedSettings(
-        batch=BATCH,
-        optimizer=AdamWSettings(learning_rate=5e-3, beta2=0.98),
-        schedule=ScheduleSettings(type="cosine", warmup_steps=30, decay_steps=UPDATES, min_ratio=0.05),
-    )
-
-    def progress(update: int, loss: float) -> None:
-        if update % 50 == 0:
-            print(f"{update}/{UPDATES}: loss {loss:.3f}", flush=True)
-
-    print(f"{model.num_parameters():,} parameters")
-    train_supervised(model, rows, settings, seed=SEED, progress=progress)
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Qwen3 with two layers. Its heads are wide, because they have to carry characters."""
-    torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        intermediate_size=128,
-        tie_word_embeddings=True,
-        max_position_embeddings=64,
-        # Small, because texts are short: more of a head's dimensions tell neighbours apart.
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.get_vocab()[END],
-        pad_token_id=tokenizer.get_vocab()[PAD],
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> Demonstration:
-    """Ids as the run's chat renderer makes them; trained are those that the assistant samples, its ends included."""
-    ids = np.array(tokenizer.apply_chat_template(messages, return_dict=False), dtype=np.int32)
-    trained = np.zeros(len(ids), dtype=np.bool_)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = len(tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, return_dict=False))
-            trained[start : start + len(message["content"]) + 1] = True
-    return Demonstration(ids=ids, trained=trained)
+    """Trains and saves."""
+    cold_start(folder, MODEL, demonstration, updates=1500, batch=64, rate=5e-3, warmup=30, ends=True)
 
 
 if __name__ == "__main__":

@@ -7,44 +7,19 @@ A minute on one core. The same kind of machine gives the same model, bit for bit
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from examples.math_team.make_seed import encode
-from examples.math_team.tokenizer import END, PAD, build_tokenizer
+from examples.cold_start import Message, cold_start, small_qwen3
 from examples.store_assistant.store import HELPERS, answer_of, helper, lines, router
-from flexmarl.training.backends.supervised import train_supervised
-from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
 
 SEED_MODEL = Path(__file__).parent / "seed_model"
-SEED, BATCH, UPDATES = 0, 64, 400
-
-Message = dict[str, str]
-"""`{"role": ..., "content": ...}`; what an assistant says is what the model is trained to say."""
+MODEL = partial(small_qwen3, positions=256, theta=200.0)
 
 
 def main(folder: str | Path = SEED_MODEL) -> None:
-    """Trains, saves tokenizer and model, prints the loss."""
-    torch.set_num_threads(1)  # The order of sums, and so the model, depends on it.
-    tokenizer, rng = build_tokenizer(), random.Random(SEED)
-    model = build_model(tokenizer)
-    rows = [encode(tokenizer, demonstration(rng)) for _ in range(UPDATES * BATCH)]
-    settings = SupervisedSettings(
-        batch=BATCH,
-        optimizer=AdamWSettings(learning_rate=3e-3, beta2=0.98),
-        schedule=ScheduleSettings(type="cosine", warmup_steps=20, decay_steps=UPDATES, min_ratio=0.05),
-    )
-
-    def progress(update: int, loss: float) -> None:
-        if update % 50 == 0:
-            print(f"{update}/{UPDATES}: loss {loss:.3f}", flush=True)
-
-    print(f"{model.num_parameters():,} parameters")
-    train_supervised(model, rows, settings, seed=SEED, progress=progress)
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    """Trains and saves."""
+    cold_start(folder, MODEL, demonstration, updates=400, batch=64, rate=3e-3, warmup=20)
 
 
 def demonstration(rng: random.Random) -> list[Message]:
@@ -70,29 +45,6 @@ def asked(system: str, line: str) -> list[Message]:
 def said(text: str) -> Message:
     """A reply."""
     return {"role": "assistant", "content": text}
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Qwen3 with two layers."""
-    torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=128,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        # Small, because texts are short: more of a head's dimensions tell neighbours apart.
-        rope_parameters={"rope_type": "default", "rope_theta": 200.0},
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=tokenizer.get_vocab()[END],
-        pad_token_id=tokenizer.get_vocab()[PAD],
-    )
-    return Qwen3ForCausalLM(config)
 
 
 if __name__ == "__main__":

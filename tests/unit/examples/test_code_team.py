@@ -27,7 +27,7 @@ from examples.code_team.tasks import (  # noqa: E402
     split_of,
 )
 from examples.code_team.workflow import program, question, review, tried  # noqa: E402
-from examples.math_team.make_seed import encode  # noqa: E402
+from examples.cold_start import encode  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from flexmarl.tasks import Split, check_disjoint  # noqa: E402
 from flexmarl.tasks.generator import GeneratorSource, GeneratorTasks  # noqa: E402

@@ -16,8 +16,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from examples.cold_start import encode  # noqa: E402
 from examples.long_notes.demonstrations import ASK, CARRY, SYSTEM, demonstration  # noqa: E402
-from examples.long_notes.make_seed import encode  # noqa: E402
 from examples.long_notes.tasks import BETWEEN, KINDS, LENGTH, notes, split_of  # noqa: E402
 from examples.long_notes.workflow import long_notes  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
@@ -115,7 +115,7 @@ def test_demonstrations_have_the_ids_of_the_run_and_train_what_the_assistant_say
     renderer = ChatRenderer(tokenizer)
     for _ in range(50):
         messages = demonstration(rng)
-        row = encode(tokenizer, messages)
+        row = encode(tokenizer, messages, ends=True)
         said = [Message(one["role"], one["content"]) for one in messages]
         prompt = renderer.render(said[:-1])
         assert np.array_equal(row.ids[: len(prompt)], prompt)

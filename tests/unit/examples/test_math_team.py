@@ -14,8 +14,8 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from examples.cold_start import encode  # noqa: E402
 from examples.math_team.demonstrations import COPYING, HABITS, JUDGING, check, demonstration, solve  # noqa: E402
-from examples.math_team.make_seed import encode  # noqa: E402
 from examples.math_team.tasks import LEVELS, draw, evaluate, math_task, split_of  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.math_team.workflow import misread, question, review  # noqa: E402

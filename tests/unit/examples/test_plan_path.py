@@ -16,7 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from examples.math_team.make_seed import encode  # noqa: E402
+from examples.cold_start import encode  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.plan_path.demonstrations import demonstration, noise, shortest, translated  # noqa: E402
 from examples.plan_path.grid import (  # noqa: E402

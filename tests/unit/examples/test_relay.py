@@ -16,10 +16,11 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from examples.cold_start import encode  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.relay.demonstrations import WORDS, Habits  # noqa: E402
 from examples.relay.figures import main  # noqa: E402
-from examples.relay.make_seed import apart, encode  # noqa: E402
+from examples.relay.make_seed import apart  # noqa: E402
 from examples.relay.tasks import THINGS, sighting, split_of  # noqa: E402
 from examples.relay.workflow import relay  # noqa: E402
 from flexmarl import cli  # noqa: E402

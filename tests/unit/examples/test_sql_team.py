@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from examples.math_team.make_seed import encode  # noqa: E402
+from examples.cold_start import encode  # noqa: E402
 from examples.math_team.tokenizer import build_tokenizer  # noqa: E402
 from examples.sql_team.demonstrations import HINT, clauses, demonstration  # noqa: E402
 from examples.sql_team.tasks import (  # noqa: E402
