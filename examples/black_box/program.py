@@ -61,10 +61,16 @@ def at(seat: SeatAddress) -> Any:
 
 @cache
 def shared() -> Any:
-    """The client whose connections all others use; made where the program runs, so that the config loads without it."""
-    from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports] - not among the locked packages
+    """The client whose connections all others use; made where the program runs, so that the config loads without it.
 
-    return AsyncOpenAI(api_key="of a seat", base_url="http://127.0.0.1")
+    Over aiohttp. By default the client looks at each of its connections for each call, and 128 are open here.
+    """
+    from openai import (  # pyright: ignore[reportMissingImports] - not among the locked packages
+        AsyncOpenAI,
+        DefaultAioHttpClient,
+    )
+
+    return AsyncOpenAI(api_key="of a seat", base_url="http://127.0.0.1", http_client=DefaultAioHttpClient())
 
 
 async def attempt(client: Any, question: str) -> tuple[str, list[str], int]:
