@@ -111,6 +111,7 @@ class TestWandb:
         for variable in ("WANDB_API_KEY", "WANDB_MODE"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "5")
         monkeypatch.setenv("NETRC", str(folder.path / "netrc"))
         with pytest.raises(ConfigError, match=r"metrics\.wandb: .*`wandb login`, or use mode: offline"):
             WandbSink(WandbSettings(), folder, {})

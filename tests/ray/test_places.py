@@ -17,26 +17,33 @@ from tests.ray.child_run import Left, assert_same
 
 pytestmark = pytest.mark.ray
 
-STEPS, POLICIES, PLACES = 2, 6, 2
-NAMES = ["one", *(f"p{number}" for number in range(1, POLICIES))]
-TEAM = [
-    *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 2, episodes: 3}"),
-    *("evaluate.tasks=0", "checkpoint={every: 1, keep: 9}"),
-    *(
-        f"policies.{name}={{model: model, engine: {{type: embedded, slots: 16, max_len: 64}}, "
-        "training: {micro_batch: 2, optimizer: {learning_rate: 3e-3}}}"
-        for name in NAMES
-    ),
-    *(
-        f"team.agents.a{number}={{policy: {name}, system: write, sampling: {{max_tokens: 6}}}}"
-        for number, name in enumerate(NAMES[1:], start=1)
-    ),
-]
+STEPS, PLACES = 2, 2
+SIX = ["one", *(f"p{number}" for number in range(1, 6))]
+THREE = SIX[:3]
+
+
+def team_of(names: list[str]) -> list[str]:
+    """Overrides: a policy and an agent of each name."""
+    return [
+        *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 2, episodes: 3}"),
+        *("evaluate.tasks=0", "checkpoint={every: 1, keep: 9}"),
+        *(
+            f"policies.{name}={{model: model, engine: {{type: embedded, slots: 16, max_len: 64}}, "
+            "training: {micro_batch: 2, optimizer: {learning_rate: 3e-3}}}"
+            for name in names
+        ),
+        *(
+            f"team.agents.a{number}={{policy: {name}, system: write, sampling: {{max_tokens: 6}}}}"
+            for number, name in enumerate(names[1:], start=1)
+        ),
+    ]
+
+
 SHARED = ["cluster.backend=ray", f"process_groups={{at_once: {PLACES}}}"]
 
 
-def train(small_run: Path, out: Path, *more: str) -> Left:
-    run = assemble_run(load_run(small_run, [*TEAM, f"out={out}", *more]))
+def train(small_run: Path, out: Path, *settings: str) -> Left:
+    run = assemble_run(load_run(small_run, [*settings, f"out={out}"]))
     before = psutil.Process().children(recursive=True)
     try:
         run.train(Console(quiet=True))
@@ -46,13 +53,13 @@ def train(small_run: Path, out: Path, *more: str) -> Left:
 
 
 def test_six_policies_train_on_two_places_as_on_places_of_their_own(small_run: Path, tmp_path: Path) -> None:
-    alone = train(small_run, tmp_path / "alone", "cluster.backend=inline")
-    shared = train(small_run, tmp_path / "shared", *SHARED)
+    alone = train(small_run, tmp_path / "alone", *team_of(SIX), "cluster.backend=inline")
+    shared = train(small_run, tmp_path / "shared", *team_of(SIX), *SHARED)
     assert_same(alone, shared, steps=STEPS)
     events = list(read_journal(shared.path / "journal.jsonl"))
     updated = [(event.policy, event.version) for event in events if isinstance(event, Updated)]
-    assert sorted(updated) == sorted((name, version) for name in NAMES for version in range(1, STEPS + 1))
-    assert all(any(one.policy == name for one in events if isinstance(one, MicroBatchDone)) for name in NAMES)
+    assert sorted(updated) == sorted((name, version) for name in SIX for version in range(1, STEPS + 1))
+    assert all(any(one.policy == name for one in events if isinstance(one, MicroBatchDone)) for name in SIX)
     processes = {event.process for event in events if isinstance(event, ProcessStarted)}
     assert {name for name in processes if name.kind in ("rank", "trainer")} == {f"rank/{n}/0" for n in range(PLACES)}
     swaps = [event for event in events if isinstance(event, Swapped)]
@@ -69,7 +76,7 @@ def test_six_policies_train_on_two_places_as_on_places_of_their_own(small_run: P
 def test_a_place_whose_process_is_killed_ends_the_run_and_a_resumed_one_ends_with_the_same_bits(
     small_run: Path, tmp_path: Path
 ) -> None:
-    straight = train(small_run, tmp_path / "straight", *SHARED)
+    straight = train(small_run, tmp_path / "straight", *team_of(THREE), "cluster.backend=inline")
     out = tmp_path / "killed"
     victims: dict[str, int] = {}
     witness: list[str] = []
@@ -84,7 +91,7 @@ def test_a_place_whose_process_is_killed_ends_the_run_and_a_resumed_one_ends_wit
 
     with pytest.raises(FlexmarlError, match=r"rank/0/0.*go on from the last checkpoint with --resume"):
         flexmarl.train(
-            load_run(small_run, [*TEAM, f"out={out}", *SHARED]),
+            load_run(small_run, [*team_of(THREE), f"out={out}", *SHARED]),
             on={ProcessStarted: started, Updated: kill},
             show=False,
         )
@@ -99,7 +106,7 @@ TOGETHER = [
     *(
         f"policies.{name}.training={{lora: {{rank: {rank}}}, together: true, micro_batch: 2, "
         "optimizer: {learning_rate: 3e-3}}"
-        for rank, name in enumerate(NAMES, start=2)
+        for rank, name in enumerate(THREE, start=2)
     ),
 ]
 
@@ -107,7 +114,7 @@ TOGETHER = [
 def test_adapters_on_one_base_have_one_process_and_end_with_the_same_bits_when_it_is_killed(
     small_run: Path, tmp_path: Path
 ) -> None:
-    inline = train(small_run, tmp_path / "inline", *TOGETHER, "cluster.backend=inline")
+    inline = train(small_run, tmp_path / "inline", *team_of(THREE), *TOGETHER, "cluster.backend=inline")
     out, victims, witness = tmp_path / "killed", dict[str, int](), list[str]()
 
     def started(event: ProcessStarted) -> None:
@@ -119,9 +126,9 @@ def test_adapters_on_one_base_have_one_process_and_end_with_the_same_bits_when_i
             (trainer,) = [pid for process, pid in victims.items() if str(process).startswith("trainer/")]
             psutil.Process(trainer).kill()
 
-    with pytest.raises(FlexmarlError, match=r"policy 'one', .*'p5': the trainer's process|go on from the last check"):
+    with pytest.raises(FlexmarlError, match=r"policy 'one', .*'p2': the trainer's process|go on from the last check"):
         flexmarl.train(
-            load_run(small_run, [*TEAM, *TOGETHER, f"out={out}"]),
+            load_run(small_run, [*team_of(THREE), *TOGETHER, f"out={out}"]),
             on={ProcessStarted: started, Updated: kill},
             show=False,
         )
