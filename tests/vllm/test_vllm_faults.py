@@ -1,6 +1,7 @@
 """vLLM's processes are killed, stopped or starved: every call ends, the engine says so, and nothing of it stays."""
 
 import asyncio
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -41,6 +42,17 @@ def left() -> set[str]:
     return {path.name for path in (*Path("/dev/shm").glob("psm_*"), *temp.glob("flexmarl-adapter-*"))}
 
 
+def sockets() -> set[str]:
+    """Names of sockets in the temp folder, and of folders for those of this process's engines."""
+    temp = Path(tempfile.gettempdir())
+    folders = temp.glob(f"flexmarl-vllm-{os.getpid()}-*")
+    return {path.name for path in (*folders, *filter(Path.is_socket, temp.iterdir()))}
+
+
+NOT_OURS = sockets()
+"""Those that were there before any engine."""
+
+
 async def closed(served: Served, before: set[str]) -> None:
     """Closes the engine, and checks that nothing is left of it."""
     processes = children()
@@ -48,6 +60,7 @@ async def closed(served: Served, before: set[str]) -> None:
     gone, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive, f"still there: {alive}, gone: {gone}"
     assert left() <= before
+    assert sockets() <= NOT_OURS
 
 
 @pytest.mark.parametrize("name", ["EngineCore", "Worker"])

@@ -2,9 +2,12 @@
 
 import os
 import re
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Lock
 
 import psutil
 
@@ -44,6 +47,23 @@ def unlink_shared_memory() -> None:
                     os.unlink(name)
 
 
+@contextmanager
+def sockets_in_a_folder() -> Iterator[None]:
+    """A block in which vLLM makes its sockets in a folder, which goes with the block, so that they outlive nobody.
+
+    Once vLLM has started, both ends of each have opened it, and keep it. One block at a time: vLLM reads the name of
+    the folder from the environment.
+    """
+    with _STARTING, tempfile.TemporaryDirectory(prefix=f"flexmarl-vllm-{os.getpid()}-", dir=_SOCKETS) as folder:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder
+        yield
+
+
+_STARTING = Lock()
+_SOCKETS = os.environ.get("VLLM_RPC_BASE_PATH")
+"""Where the user wants them; None: in the temp folder."""
+
+
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\S+$", re.MULTILINE)
 """Files of Python's multiprocessing, as /proc/PID/maps names those that still have a name."""
 
@@ -58,4 +78,5 @@ def make_engine(settings: VllmSettings, parts: EngineParts) -> InferenceEngine:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ[OWNER] = str(os.getpid())
-    return import_module("flexmarl.inference.backends.vllm.vllm_engine").VllmEngine(settings, parts)
+    with sockets_in_a_folder():
+        return import_module("flexmarl.inference.backends.vllm.vllm_engine").VllmEngine(settings, parts)
