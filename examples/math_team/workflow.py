@@ -55,8 +55,16 @@ async def shuffled_rewards(task: Task, team: Team) -> None:
     await play(task, team, pay=pay)
 
 
-async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda agent, reward: reward) -> None:
-    """One episode; `obey`: a rejected answer is tried again."""
+@workflow("math_team_free_calls")
+async def free_calls(task: Task, team: Team) -> None:
+    """A control: calls cost nothing, but for what `credit.shaping` takes for them."""
+    await play(task, team, cost=0.0)
+
+
+async def play(
+    task: Task, team: Team, *, obey: bool = True, cost: float = CALL_COST, pay: Pay = lambda agent, reward: reward
+) -> None:
+    """One episode; `obey`: a rejected answer is tried again. `cost`: of a call."""
     scores: list[float] = []
     agreements: list[float] = []
     calls: list[int] = []
@@ -69,7 +77,7 @@ async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda a
         scores.append(task.score(attempt.text))
         agreements.append(float(approved == bool(scores[-1])))
         calls.append(len(attempt.calls))
-        attempt.reward(pay("solver", scores[-1] - CALL_COST * calls[-1]))
+        attempt.reward(pay("solver", scores[-1] - cost * calls[-1]))
         verdict.reward(pay("verifier", agreements[-1]))
         rejected = obey and not approved
     level = task.data["level"]
@@ -78,6 +86,7 @@ async def play(task: Task, team: Team, *, obey: bool = True, pay: Pay = lambda a
         success=scores[-1],
         first_success=scores[0],
         attempts=len(scores),
+        calls=sum(calls),
         **{f"solved/{level}": scores[-1], f"tool_used/{level}": used},
         **judged(scores, agreements),
     )
