@@ -39,7 +39,7 @@ name: gateway
 code: [speaks.py]
 tasks: {type: jsonl, file: tasks.jsonl, held_out_share: 0.1}
 policies:
-  solver: {model: model, trainable: false, engine: {type: scripted, name: benchmark}}
+  solver: {model: model, trainable: false, engine: {type: scripted, name: benchmark, reads: 16, token_s: 1.0e-9}}
 team:
   workflow: {type: sequential, agents: [solver]}
   agents: {solver: {policy: solver}}
