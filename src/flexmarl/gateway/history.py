@@ -17,6 +17,7 @@ always a fact about ids: this prompt begins with the prompt and the response of 
 
 import hashlib
 import json
+from bisect import bisect_left, insort_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,7 +127,8 @@ class SeatHistory:
         self._by_key: defaultdict[bytes, list[DeliveredTurn]] = defaultdict(list)
         self._loose: set[bytes] = set()
         self._replies: set[bytes] = set()
-        self._turns: list[DeliveredTurn] = []
+        self._turns: list[tuple[int, DeliveredTurn]] = []
+        """With their lengths, by which they are sorted; of two that are equally long, the earlier one is last."""
         self._lanes: dict[tuple[object, ...], int] = {}
         self._threads = 0
 
@@ -208,7 +210,7 @@ class SeatHistory:
         self._by_key[_key(plan.offer, loose)].append(spoken)
         self._loose.add(loose)
         self._replies.add(said)
-        self._turns.append(spoken)
+        insort_left(self._turns, (spoken.length, spoken), key=_length)
 
     def _found(
         self, messages: Sequence[Said], offer: bytes, loose: Sequence[bytes]
@@ -265,8 +267,8 @@ class SeatHistory:
 
     def _begun_by(self, ids: IntArray) -> DeliveredTurn | None:
         """The longest turn with whose prompt and response these ids begin."""
-        fits = [turn for turn in self._turns if turn.length < len(ids) and _common(ids, turn) == turn.length]
-        return max(fits, key=lambda turn: turn.length, default=None)
+        shorter = bisect_left(self._turns, len(ids), key=_length)
+        return next((turn for _, turn in reversed(self._turns[:shorter]) if _begins(ids, turn)), None)
 
     def _lane(self, messages: Sequence[Said], tools: Sequence[OfferedTool], session: str) -> int:
         system = "\n".join(message.text.strip() for message in messages if message.role == "system")
@@ -329,6 +331,17 @@ def _tool_text(tool: OfferedTool) -> str:
 
 def _name(tool: OfferedTool) -> str:
     return tool.name
+
+
+def _length(item: tuple[int, DeliveredTurn]) -> int:
+    return item[0]
+
+
+def _begins(ids: IntArray, turn: DeliveredTurn) -> bool:
+    """True if longer ids begin with those of a turn. Its response is compared first: it is short, and most differ."""
+    place = len(turn.prompt_ids)
+    response = ids[place : turn.length]
+    return np.array_equal(response, turn.response_ids) and np.array_equal(ids[:place], turn.prompt_ids)
 
 
 def _common(ids: IntArray, turn: DeliveredTurn) -> int:

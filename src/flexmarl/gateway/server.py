@@ -261,7 +261,13 @@ def unix_socket(path: Path) -> socket.socket:
 async def serving(app: Any, listening: socket.socket) -> AsyncIterator[None]:
     """Serves an application on a socket for the length of a block."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2, timeout_keep_alive=75
+        app,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
     )
     server = _Uvicorn(config)
     async with task_block() as tasks:
