@@ -19,7 +19,7 @@ GPU_JSON ?= gpu.json
 
 .PHONY: help install install-dev quickstart model test test-processes test-sandbox test-mcp test-deep test-extras \
 	opencode test-gateway test-vllm \
-	check lint bench bench-vllm gpu gpu-wheels docs clean
+	check lint bench bench-vllm bench-gateway gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -175,6 +175,16 @@ bench-vllm: $(VLLM)/.installed  ## the benchmarks of vLLM, in its environment (s
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/vllm_serving.py --json
 	HF_HUB_OFFLINE=1 $(VLLM)/bin/python benchmarks/vllm_routing.py --json
 
+LITELLM := .venv-litellm
+
+$(LITELLM)/.installed: requirements-litellm.lock
+	$(PYTHON) -m venv $(LITELLM)
+	$(LITELLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-litellm.lock
+	@touch $@
+
+bench-gateway: $(VENV)/.installed-bench $(VLLM)/.installed $(LITELLM)/.installed  ## the gateway beside others' (minutes)
+	$(BIN)/python benchmarks/gateway.py --json --vllm $(VLLM)/bin/python --litellm $(LITELLM)/bin/python
+
 gpu:  ## all that needs CUDA, on one device, within 8 minutes; with the Python it finds (PYTHON=...)
 	@test ! -d $(WHEELS) || $(PYTHON) -c "import pydantic" 2>/dev/null || $(PYTHON) -m pip install --quiet \
 		--disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl
@@ -189,4 +199,4 @@ docs: install-dev  ## run every code block of the docs
 	$(BIN)/python -m pytest tests/docs
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf $(VENV) $(GATEWAY) $(VLLM) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GATEWAY) $(VLLM) $(LITELLM) $(WHEELS) $(GPU_SITE) .pytest_cache .ruff_cache .hypothesis

@@ -2,18 +2,27 @@
 
 `flexmarl serve` is a process of its own, on one core, with an engine that answers at once and a durable store; what it
 takes is all of it: HTTP, history, rendering, scheduling, rows. The client is on another core, and is not counted.
+
+With `--vllm` and `--litellm`, other servers get the same short calls in turn with it, on the same core: vLLM's
+frontend, whose engine answers at once too, and LiteLLM's proxy before a server that answers at once
+(gateway_rivals.py). Neither keeps a row. `make bench-gateway` makes their environments.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx2
 import psutil
@@ -39,13 +48,27 @@ name: gateway
 code: [speaks.py]
 tasks: {type: jsonl, file: tasks.jsonl, held_out_share: 0.1}
 policies:
-  solver: {model: model, trainable: false, engine: {type: scripted, name: benchmark}}
+  solver: {model: model, trainable: false, engine: {type: scripted, name: benchmark, reads: 16, token_s: 1.0e-9}}
 team:
   workflow: {type: sequential, agents: [solver]}
   agents: {solver: {policy: solver}}
 rollout: {episode_timeout_s: 3600}
 gateway: {max_calls: 100000}
 """
+LITELLM = """
+model_list:
+- model_name: solver
+  litellm_params: {{model: openai/solver, api_base: "{url}", api_key: none}}
+litellm_settings: {{telemetry: false}}
+general_settings: {{master_key: {key}}}
+"""
+VERSUS = {"vllm": "vs_vllm_frontend", "litellm": "vs_litellm"}
+FIRST_CORE = (psutil.Process().cpu_affinity() or [0])[:1]
+RIVALS = Path(__file__).with_name("gateway_rivals.py")
+KEY = f"sk-{secrets.token_hex(16)}"
+"""The key of other servers: LiteLLM's does not begin without one."""
+START_S = 300
+"""Most seconds that a server takes to begin. vLLM imports for a minute on a busy machine."""
 TURNS = 50
 """Turns before the one that is measured with a long history."""
 CLIENTS = 32
@@ -66,103 +89,185 @@ def write_project(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, eos_token=SPECIAL[1])
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     tokenizer.save_pretrained(folder / "model")
-    Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1).save_pretrained(folder / "model")
+    named = {"architectures": ["Qwen3ForCausalLM"], "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, **named)
+    config.save_pretrained(folder / "model")
     (folder / "speaks.py").write_text(RESPONDER)
     rows = [{"prompt": f"question {number}", "reference": ""} for number in range(100)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(CONFIG)
 
 
-class Gateway:
-    """A server that is running, and the processor time that it takes."""
+class Seat:
+    """A client of one model at one server."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "flexmarl", "serve", str(folder / "run.yaml"), f"out={folder / 'runs'}"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.announced = json.loads(self.process.stdout.readline())
-        self._server = psutil.Process(self.process.pid)
-        cores = psutil.Process().cpu_affinity() or []
-        for thread in self._server.threads():
-            psutil.Process(thread.id).cpu_affinity(cores[:1])
-        psutil.Process().cpu_affinity(cores[1:] or cores)
-
-    def cpu_s(self) -> float:
-        """Processor seconds so far."""
-        times = self._server.cpu_times()
-        return times.user + times.system
-
-    def close(self) -> None:
-        """Ends the server."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
-
-
-class Episode:
-    """A client at one seat."""
-
-    def __init__(self, client: httpx2.AsyncClient, begun: dict[str, Any]) -> None:
-        seat = begun["seats"]["solver"]
-        self._client, self._url = client, f"{seat['openai_url']}/chat/completions"
-        self._headers = {"authorization": f"Bearer {seat['key']}"}
+    def __init__(self, client: httpx2.AsyncClient, url: str, key: str) -> None:
+        self._client, self._url = client, f"{url}/chat/completions"
+        self._headers = {"authorization": f"Bearer {key}"}
 
     async def ask(self, messages: list[dict[str, str]]) -> str:
         """The reply."""
-        answer = await self._client.post(self._url, json={"messages": messages}, headers=self._headers)
+        body = {"model": "solver", "messages": messages}
+        answer = await self._client.post(self._url, json=body, headers=self._headers)
         answer.raise_for_status()
         return answer.json()["choices"][0]["message"]["content"]
 
 
-async def begun(client: httpx2.AsyncClient, gateway: Gateway) -> Episode:
-    """A new episode."""
-    headers = {"authorization": f"Bearer {gateway.announced['admin_key']}"}
-    answer = await client.post(f"{gateway.announced['url']}/episodes", headers=headers, json={})
-    answer.raise_for_status()
-    return Episode(client, answer.json())
+class Server(Protocol):
+    """A server that is running."""
+
+    def cpu_s(self) -> float:
+        """Processor seconds so far."""
+        ...
+
+    async def seat(self, client: httpx2.AsyncClient) -> Seat:
+        """A new client of it."""
+        ...
 
 
-async def short(gateway: Gateway, calls: int) -> tuple[float, float]:
+class Running:
+    """A process, and the processor time that it takes."""
+
+    def __init__(self, command: Sequence[str], **more: Any) -> None:
+        self.process = subprocess.Popen(command, **more)
+        self._all = psutil.Process(self.process.pid)
+
+    def on_first_core(self) -> None:
+        """Leaves the others to this process."""
+        cores = psutil.Process().cpu_affinity() or []
+        for thread in self._all.threads():
+            psutil.Process(thread.id).cpu_affinity(FIRST_CORE)
+        psutil.Process().cpu_affinity([core for core in cores if core not in FIRST_CORE] or cores)
+
+    def cpu_s(self) -> float:
+        """Processor seconds so far, of its children too."""
+        times = [one.cpu_times() for one in (self._all, *self._all.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    def close(self) -> None:
+        """Ends it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+
+
+class Gateway(Running):
+    """`flexmarl serve`."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "flexmarl", "serve", str(folder / "run.yaml"), f"out={folder / 'runs'}"]
+        super().__init__(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.announced = json.loads(self.process.stdout.readline())
+        self.on_first_core()
+
+    async def seat(self, client: httpx2.AsyncClient) -> Seat:
+        """That of a new episode."""
+        headers = {"authorization": f"Bearer {self.announced['admin_key']}"}
+        answer = await client.post(f"{self.announced['url']}/episodes", headers=headers, json={})
+        answer.raise_for_status()
+        seat = answer.json()["seats"]["solver"]
+        return Seat(client, seat["openai_url"], seat["key"])
+
+
+class Rival(Running):
+    """Another server. `command` ends with its port. What it prints is in a file beside the project."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1"
+        offline = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        with open(folder / f"{port}.log", "w") as log:
+            super().__init__([*command, str(port)], env=os.environ | offline, stdout=log, stderr=log)
+        if not asyncio.run(self._answers()):
+            raise SystemExit(f"{command} does not answer:\n{(folder / f'{port}.log').read_text()[-4000:]}")
+
+    async def seat(self, client: httpx2.AsyncClient) -> Seat:
+        """One more client of the same URL."""
+        return Seat(client, self.url, KEY)
+
+    async def _answers(self) -> bool:
+        """Waits for its first answer."""
+        async with httpx2.AsyncClient(timeout=None) as client:
+            for _ in range(START_S):
+                try:
+                    await (await self.seat(client)).ask([{"role": "user", "content": "Are you there?"}])
+                    return True
+                except httpx2.HTTPError:
+                    if self.process.poll() is not None:
+                        break
+                    await asyncio.sleep(1)
+        return False
+
+
+async def short(server: Server, calls: int) -> tuple[float, float]:
     """Milliseconds of the server's processor per call of 0.4 kB, and calls per second."""
     async with httpx2.AsyncClient(timeout=None) as client:
-        episodes = [await begun(client, gateway) for _ in range(CLIENTS // 4)]
+        seats = [await server.seat(client) for _ in range(CLIENTS // 4)]
         numbers = iter(range(calls))
 
-        async def ask_on(episode: Episode) -> None:
+        async def ask_on(seat: Seat) -> None:
             for number in numbers:
-                await episode.ask([{"role": "user", "content": f"{number}: " + "why is that so? " * 22}])
+                await seat.ask([{"role": "user", "content": f"{number}: " + "why is that so? " * 22}])
 
-        cpu, began = gateway.cpu_s(), time.perf_counter()
+        cpu, began = server.cpu_s(), time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for place in range(CLIENTS):
-                tasks.create_task(ask_on(episodes[place % len(episodes)]))
-        return 1000 * (gateway.cpu_s() - cpu) / calls, calls / (time.perf_counter() - began)
+                tasks.create_task(ask_on(seats[place % len(seats)]))
+        return 1000 * (server.cpu_s() - cpu) / calls, calls / (time.perf_counter() - began)
 
 
-async def long(gateway: Gateway, calls: int) -> float:
+async def long(server: Server, calls: int) -> float:
     """Milliseconds of the server's processor per call that follows `TURNS` turns of 100 kB together."""
     async with httpx2.AsyncClient(timeout=None) as client:
-        episode, said = await begun(client, gateway), list[dict[str, str]]()
+        seat, said = await server.seat(client), list[dict[str, str]]()
         for turn in range(TURNS):
             said.append({"role": "user", "content": f"{turn}: " + "and what follows from that? " * 70})
-            said.append({"role": "assistant", "content": await episode.ask(said)})
+            said.append({"role": "assistant", "content": await seat.ask(said)})
         assert 95_000 < len(json.dumps(said)) < 115_000
-        cpu = gateway.cpu_s()
+        cpu = server.cpu_s()
         for number in range(calls):
-            await episode.ask([*said, {"role": "user", "content": f"And number {number}?"}])
-        return 1000 * (gateway.cpu_s() - cpu) / calls
+            await seat.ask([*said, {"role": "user", "content": f"And number {number}?"}])
+        return 1000 * (server.cpu_s() - cpu) / calls
 
 
-def measured(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[float]]:
-    """(ms, calls per second) of short calls and ms of long ones, for each repeat after a warm-up."""
-    with tempfile.TemporaryDirectory() as place:
+def rivals(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Rival]:
+    """The other servers that are asked for."""
+
+    def begun(*command: str) -> Rival:
+        rival = Rival(folder, *command)
+        stack.callback(rival.close)
+        return rival
+
+    found: dict[str, Rival] = {}
+    if options.vllm:
+        found["vllm"] = begun(options.vllm, str(RIVALS), "vllm", str(folder / "model"))
+    if options.litellm:
+        answers = begun(sys.executable, str(RIVALS), "answers")
+        (folder / "litellm.yaml").write_text(LITELLM.format(url=answers.url, key=KEY))
+        run = "from litellm import run_server; run_server()"
+        place = ("--config", str(folder / "litellm.yaml"), "--host", "127.0.0.1")
+        found["litellm"] = begun(options.litellm, "-c", run, *place, "--port")
+    for rival in found.values():
+        rival.on_first_core()
+    return found
+
+
+def measured(options: argparse.Namespace) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
+    """(ms, calls per second) of short calls by server, and ms of long ones, for each repeat after a warm-up."""
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         write_project(Path(place))
-        gateway = Gateway(Path(place))
-        try:
-            asyncio.run(short(gateway, options.calls // 4))
-            shorts = [asyncio.run(short(gateway, options.calls)) for _ in range(options.repeats)]
-            longs = [asyncio.run(long(gateway, options.calls // 20)) for _ in range(options.repeats)]
-        finally:
-            gateway.close()
+        servers: dict[str, Any] = dict(rivals(options, Path(place), stack))
+        gateway = servers["ours"] = Gateway(Path(place))
+        stack.callback(gateway.close)
+        for server in servers.values():
+            asyncio.run(short(server, options.calls // 4))
+        shorts: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+        for _ in range(options.repeats):
+            for name, server in servers.items():
+                shorts[name].append(asyncio.run(short(server, options.calls)))
+        longs = [asyncio.run(long(gateway, options.calls // 20)) for _ in range(options.repeats)]
     return shorts, longs
 
 
@@ -170,21 +275,27 @@ def main() -> None:
     """Prints the table."""
     options = parser(__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--calls", type=int, default=2000, help="short calls of one repeat (default 2000)")
+    options.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM: its frontend is measured too")
+    options.add_argument("--litellm", metavar="PYTHON", help="one that has litellm[proxy]: its proxy is measured too")
     chosen = options.parse_args()
     shorts, longs = measured(chosen)
-    cpu_ms, rate, long_ms = min(ms for ms, _ in shorts), max(rate for _, rate in shorts), min(longs)
+    cpu_ms = {name: min(ms for ms, _ in of_one) for name, of_one in shorts.items()}
+    ours, rate, long_ms = cpu_ms.pop("ours"), max(rate for _, rate in shorts["ours"]), min(longs)
     report(
         "The gateway",
         ("what", "measured"),
         [
-            ("processor time of a call of 0.4 kB, best repeat", f"{cpu_ms:.2f} ms"),
+            ("processor time of a call of 0.4 kB, best repeat", f"{ours:.2f} ms"),
+            *((f"the same of {name}", f"{ms:.2f} ms") for name, ms in cpu_ms.items()),
             ("calls of 0.4 kB, best repeat", f"{rate:.0f} per second"),
             (f"processor time of turn {TURNS + 1} of a history of 100 kB, best repeat", f"{long_ms:.2f} ms"),
         ],
-        {"cpu_ms_short": cpu_ms, "calls_per_s": rate, "cpu_ms_100kB": long_ms},
+        {"cpu_ms_short": ours, "calls_per_s": rate, "cpu_ms_100kB": long_ms}
+        | {f"cpu_ms_{name}": ms for name, ms in cpu_ms.items()}
+        | {VERSUS[name]: ours / ms for name, ms in cpu_ms.items()},
         as_json=chosen.json,
         wanted={"calls_per_s": 450.0},
-        wanted_at_most={"cpu_ms_short": 1.5, "cpu_ms_100kB": 6.0},
+        wanted_at_most={"cpu_ms_short": 1.5, "cpu_ms_100kB": 6.0, "vs_vllm_frontend": 0.75},
     )
 
 

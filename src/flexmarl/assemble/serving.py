@@ -25,6 +25,7 @@ from flexmarl.assemble.ending import Supervisor
 from flexmarl.assemble.export import with_starts
 from flexmarl.assemble.kept import write_settings
 from flexmarl.assemble.opened_gateway import server_or_refuse
+from flexmarl.assemble.residents import settle_memory
 from flexmarl.assemble.wire import emit_start
 from flexmarl.assemble.world import open_world, player_of, watch_workers
 from flexmarl.cluster.concurrency import task_block
@@ -103,6 +104,7 @@ async def _serve(
         episodes = ServedEpisodes(blueprint, player_with, events)
         async with episodes.opened():
             sessions.driver = episodes
+            settle_memory()
             announce({"url": sessions.url, "admin_key": episodes.admin_key, "run": str(folder.path)})
             await lost
         await end_leftover_tasks(LEFT_BEHIND_S)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from flexmarl.errors import text_of
 
@@ -150,6 +151,10 @@ def json_text(value: Any, *, figures: bool = False, indent: int | None = None) -
 
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises only ValueError, whose message says what is wrong with the text."""
+    try:  # Three times as fast. It reads no more levels, and refuses some texts that Python reads.
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        pass
     try:
         value = json.loads(text, parse_constant=_refuse)
     except RecursionError:

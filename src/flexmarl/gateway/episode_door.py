@@ -407,13 +407,9 @@ class EpisodeDoor:
     async def _sample(self, replies: Replies, tags: Mapping[str, Scalar]) -> None:
         """Samples all replies to a request. Only an error of the store leaves it."""
         try:
-            async with asyncio.TaskGroup() as choices:
-                tasks = [
-                    choices.create_task(self._choice(replies, index, tags), name=f"door/{replies.name}/{index}")
-                    for index in range(replies.ask.n)
-                ]
-        except ExceptionGroup as group:
-            error = cause_of(group)
+            drawn = await self._drawn(replies, tags)
+        except Exception as raised:
+            error = cause_of(raised)
             self.deliveries.failed(replies.exchange)
             replies.error = described(error)
             if not isinstance(error, EpisodeError | EngineError):
@@ -425,7 +421,6 @@ class EpisodeDoor:
         except asyncio.CancelledError:
             replies.refuse(episode_ended())
             raise
-        drawn = tuple(task.result() for task in tasks)
         self.deliveries.finished(replies.exchange)
         if not replies.answer.done():
             ids = tuple(replies.plan.ids.tolist()) if replies.ask.ids else ()
@@ -440,6 +435,17 @@ class EpisodeDoor:
                     prompt_ids=ids,
                 )
             )
+
+    async def _drawn(self, replies: Replies, tags: Mapping[str, Scalar]) -> tuple[ReplyChoice, ...]:
+        """Samples all replies at the same time."""
+        if replies.ask.n == 1:  # Nearly always, and then a group of tasks is only work.
+            return (await self._choice(replies, 0, tags),)
+        async with asyncio.TaskGroup() as choices:
+            tasks = [
+                choices.create_task(self._choice(replies, index, tags), name=f"door/{replies.name}/{index}")
+                for index in range(replies.ask.n)
+            ]
+        return tuple(task.result() for task in tasks)
 
     async def _choice(self, replies: Replies, index: int, tags: Mapping[str, Scalar]) -> ReplyChoice:
         """Samples one reply, and stores its row."""

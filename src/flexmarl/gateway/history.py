@@ -4,7 +4,8 @@ A program sends its whole history with every request. Messages are compared by w
 white space around it, calls with sorted arguments; without ids, names and thoughts. The key of a history is a hash of
 its seat, its tools and its messages:
 
-    key_0 = H(seat, tools)      key_i = H(key_(i-1), message i)      a turn stands under H(key of its prompt, its reply)
+    loose_0 = H(seat)      loose_i = H(loose_(i-1), message i)      key_i = H(seat, tools) loose_i
+    a turn stands under both keys of its prompt with its reply
 
     a reply of ours is found    the prompt begins with the ids of that turn, exactly as they were sampled, and only what
                                 follows is written by the template
@@ -16,8 +17,9 @@ always a fact about ids: this prompt begins with the prompt and the response of 
 
 import hashlib
 import json
+from bisect import bisect_left, insort_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -98,10 +100,10 @@ class PromptPlan:
 
     ids: IntArray
     """[P] the ids that the engine gets."""
-    key: bytes
-    """The history's key."""
+    offer: bytes
+    """A hash of the seat and its tools."""
     loose_key: bytes
-    """The same without the tools."""
+    """The history's key without the tools."""
     parent: DeliveredTurn | None = None
     continuity: Continuity = "root"
     why: str = ""
@@ -125,7 +127,8 @@ class SeatHistory:
         self._by_key: defaultdict[bytes, list[DeliveredTurn]] = defaultdict(list)
         self._loose: set[bytes] = set()
         self._replies: set[bytes] = set()
-        self._turns: list[DeliveredTurn] = []
+        self._turns: list[tuple[int, DeliveredTurn]] = []
+        """With their lengths, by which they are sorted; of two that are equally long, the earlier one is last."""
         self._lanes: dict[tuple[object, ...], int] = {}
         self._threads = 0
 
@@ -144,28 +147,28 @@ class SeatHistory:
         `system`: a role prompt before that of the request. `syntax`: how the agent writes calls. `session`: the
         client's own name for what it does now.
         """
-        said = [canon(message) for message in messages]
-        keys = chain(_digest(self._seat, *(_tool_text(tool) for tool in sorted(tools, key=_name))), said)
-        loose = chain(_digest(self._seat), said)
+        offer = _digest(self._seat, *(_tool_text(tool) for tool in sorted(tools, key=_name)))
+        loose = chain(_digest(self._seat), map(canon, messages))
         lane = self._lane(messages, tools, session)
         told = [Said(role="system", text=system), *messages] if system else [*messages]
         shift = len(told) - len(messages)
-        found, place, ambiguous = self._found(messages, keys)
+        found, place, ambiguous = self._found(messages, offer, loose)
         why = self._why_not(found, messages, place, loose)
         ids = None
         if found is not None and not why:
-            before, answers = as_messages(told[: place + shift], syntax), as_messages(told[place + shift + 1 :], syntax)
-            ids, why = self._continued(writer, found, before, answers)
+            answers = as_messages(told[place + shift + 1 :], syntax)
+            ids, why = self._continued(writer, found, told[: place + shift], answers, syntax)
         parent: DeliveredTurn | None = found if ids is not None else None
         if ids is None:
             ids = writer.render(as_messages(told, syntax), trust_special=self._trust)
             parent = self._begun_by(ids)
         has_replies = any(message.role == "assistant" for message in messages)
         thread = parent.thread if parent else found.thread if found else self._new_thread()
-        thinking = any(holds_thought(f"{one.thought or ''}{one.text}") for one in messages if one.role == "assistant")
+        replies = (one for one in messages if one.role == "assistant")
+        thinking = any(holds_thought(f"{one.thought}{one.text}" if one.thought else one.text) for one in replies)
         return PromptPlan(
             ids=ids,
-            key=keys[-1],
+            offer=offer,
             loose_key=loose[-1],
             parent=parent,
             continuity="extends" if parent else "rendered" if has_replies else "root",
@@ -182,7 +185,7 @@ class SeatHistory:
         parent = self._begun_by(ids)
         return PromptPlan(
             ids=ids,
-            key=_digest(self._seat, "ids", ids.tobytes()),
+            offer=_digest(self._seat, "ids"),
             loose_key=_digest(self._seat, ids.tobytes()),
             parent=parent,
             continuity="extends" if parent else "root",
@@ -203,16 +206,19 @@ class SeatHistory:
     def spoke(self, plan: PromptPlan, reply: Said, spoken: DeliveredTurn) -> None:
         """Adds a turn whose reply the client has got. `reply`: as it was delivered."""
         said = canon(reply)
-        self._by_key[_digest(plan.key, said)].append(spoken)
-        self._loose.add(_digest(plan.loose_key, said))
+        loose = chain(plan.loose_key, [said])[-1]
+        self._by_key[_key(plan.offer, loose)].append(spoken)
+        self._loose.add(loose)
         self._replies.add(said)
-        self._turns.append(spoken)
+        insort_left(self._turns, (spoken.length, spoken), key=_length)
 
-    def _found(self, messages: Sequence[Said], keys: Sequence[bytes]) -> tuple[DeliveredTurn | None, int, bool]:
+    def _found(
+        self, messages: Sequence[Said], offer: bytes, loose: Sequence[bytes]
+    ) -> tuple[DeliveredTurn | None, int, bool]:
         """The turn that wrote the last reply that is known, that reply's place, and whether several fit."""
         for place in range(len(messages) - 1, -1, -1):
             message = messages[place]
-            if message.role != "assistant" or not (hits := self._by_key.get(keys[place + 1])):
+            if message.role != "assistant" or not (hits := self._by_key.get(_key(offer, loose[place + 1]))):
                 continue
             names = {message.issued, *(call.call_id for call in message.calls)} - {""}
             named = [hit for hit in hits if hit.issued & names]
@@ -239,7 +245,12 @@ class SeatHistory:
         return "" if place + 1 < len(messages) else "nothing follows the reply"
 
     def _continued(
-        self, writer: Writer, found: DeliveredTurn, before: Sequence[Message], answers: Sequence[Message]
+        self,
+        writer: Writer,
+        found: DeliveredTurn,
+        before: Sequence[Said],
+        answers: Sequence[Message],
+        syntax: Syntax | None,
     ) -> tuple[IntArray | None, str]:
         """The prompt that continues a turn; or None and why the template does not allow it."""
         thinking = found.thinking and self._thoughts == "as_template"
@@ -251,13 +262,13 @@ class SeatHistory:
             ids = writer.extend(prompt, response, *answers, thinking=thinking, trust_special=self._trust)
             if ids is not None:
                 return ids, ""
-        ids = writer.bridge(before, prompt, response, answers, trust_special=self._trust)
+        ids = writer.bridge(as_messages(before, syntax), prompt, response, answers, trust_special=self._trust)
         return (None, "template rewrites") if ids is None else (ids, "")
 
     def _begun_by(self, ids: IntArray) -> DeliveredTurn | None:
         """The longest turn with whose prompt and response these ids begin."""
-        fits = [turn for turn in self._turns if turn.length < len(ids) and _common(ids, turn) == turn.length]
-        return max(fits, key=lambda turn: turn.length, default=None)
+        shorter = bisect_left(self._turns, len(ids), key=_length)
+        return next((turn for _, turn in reversed(self._turns[:shorter]) if _begins(ids, turn)), None)
 
     def _lane(self, messages: Sequence[Said], tools: Sequence[OfferedTool], session: str) -> int:
         system = "\n".join(message.text.strip() for message in messages if message.role == "system")
@@ -282,12 +293,19 @@ def canon(message: Said) -> bytes:
     return f"{message.role}\0{calls}\0{message.text.strip()}".encode(errors="surrogatepass")
 
 
-def chain(first: bytes, said: Sequence[bytes]) -> list[bytes]:
-    """The keys of a history of messages in their forms: of nothing, of the first message, of the first two, ..."""
+def chain(first: bytes, said: Iterable[bytes]) -> list[bytes]:
+    """The loose keys of a history of messages in their forms: of nothing, of the first message, of the first two, ...
+
+    `first` has as many bytes as every key, so that none is mistaken for the beginning of a message.
+    """
     keys = [first]
-    for message in said:
-        keys.append(_digest(keys[-1], message))
+    for message in said:  # A hundred messages in every request: one call for each.
+        keys.append(hashlib.sha256(keys[-1] + message).digest())
     return keys
+
+
+def _key(offer: bytes, loose: bytes) -> bytes:
+    return offer + loose
 
 
 def _sorted(arguments: str) -> str:
@@ -298,7 +316,7 @@ def _sorted(arguments: str) -> str:
 
 
 def _digest(*parts: bytes | str) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()  # Many processors have instructions for it.
     for part in parts:
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little"))
@@ -313,6 +331,17 @@ def _tool_text(tool: OfferedTool) -> str:
 
 def _name(tool: OfferedTool) -> str:
     return tool.name
+
+
+def _length(item: tuple[int, DeliveredTurn]) -> int:
+    return item[0]
+
+
+def _begins(ids: IntArray, turn: DeliveredTurn) -> bool:
+    """True if longer ids begin with those of a turn. Its response is compared first: it is short, and most differ."""
+    place = len(turn.prompt_ids)
+    response = ids[place : turn.length]
+    return np.array_equal(response, turn.response_ids) and np.array_equal(ids[:place], turn.prompt_ids)
 
 
 def _common(ids: IntArray, turn: DeliveredTurn) -> int:

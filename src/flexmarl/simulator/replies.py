@@ -69,14 +69,17 @@ class Scripted(Settings):
         return spoken_by(self.name, renderer)
 
 
-def spoken_by(name: str, renderer: ChatRenderer, *, scramble: bool = False) -> Responder:
-    """Makes a responder of a registered function. `scramble`: its words are spelled in random tokens of theirs."""
+def spoken_by(name: str, renderer: ChatRenderer, *, scramble: bool = False, reads: int | None = None) -> Responder:
+    """Makes a responder of a registered function. `scramble`: its words are spelled in random tokens of theirs.
+
+    `reads`: most tokens of the prompt's end that the function gets; None: all.
+    """
     script, end = SCRIPTS[name], end_of_turn(renderer)
 
     def respond(request: GenerationRequest) -> IntArray:
         with boundary(EngineError, f"responder '{name}'"):
             rng = random.Random(request.seed)
-            text = script(renderer.decode(request.prompt_ids), rng)
+            text = script(renderer.decode(request.prompt_ids[-(reads or 0) :]), rng)
             cut = _up_to_a_stop(text, request.sampling.stop)
             ids = _scrambled(cut, renderer, rng) if scramble else renderer.encode(cut)
             return np.asarray([*ids, *(() if len(cut) < len(text) else (end,))], np.int32)

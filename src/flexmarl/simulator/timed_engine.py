@@ -48,6 +48,8 @@ class ScriptedSettings(Settings):
     """Spell its words in a random one of their tokenisations, as a model may."""
     token_s: float = Field(default=0.0, ge=0)
     """Seconds per token."""
+    reads: int | None = Field(default=None, ge=1)
+    """Most tokens of the prompt's end that it gets; null: all. Decoding a long prompt takes milliseconds."""
 
     @field_validator("name")
     @classmethod
@@ -101,5 +103,6 @@ def make_engine(settings: TimedSettings, parts: EngineParts) -> TimedEngine:
 def make_scripted_engine(settings: ScriptedSettings, parts: EngineParts) -> TimedEngine:
     """The factory that `ScriptedSettings.factory` names."""
     costs = EngineCosts(slots=1 << 20, decode_s=settings.token_s, decode_request_s=0.0, move_s=0.0, start_s=0.0)
-    model = EngineModel(costs, spoken_by(settings.name, parts.renderer, scramble=settings.scramble))
+    spoken = spoken_by(settings.name, parts.renderer, scramble=settings.scramble, reads=settings.reads)
+    model = EngineModel(costs, spoken)
     return TimedEngine(replace(parts, modelled=lambda policy: model))

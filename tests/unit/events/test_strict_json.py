@@ -51,6 +51,24 @@ def test_any_text_is_read_or_refused_as_a_value_error(text):
     strictly(text)
 
 
+NUMBERS = st.from_regex(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
+ODD = r""""\ud800" "\ud83d\ude00" "\u0000\/\b" {"a":1,"a":2} [1,] 1. 01 -0 1e999 tru"""
+
+
+@given(NUMBERS | st.sampled_from(ODD.split()) | VALUES.map(lambda value: json.dumps(value, ensure_ascii=False)))
+def test_a_text_is_read_as_python_reads_it(text):
+    def read(how):
+        try:
+            return repr(how(text))
+        except ValueError:
+            return None
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    assert read(parse_json) == read(lambda one: json.loads(one, parse_constant=refuse))
+
+
 @pytest.mark.parametrize("depth", [READ_DEPTH + 1, 900, 100_000])
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
 def test_what_is_nested_too_deep_is_refused_however_deep(tmp_path, depth, opening, closing):

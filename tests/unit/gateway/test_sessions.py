@@ -1,8 +1,10 @@
 import asyncio
+import socket
 from functools import cache
 
 import pytest
 
+from flexmarl.gateway.server import listening_socket
 from flexmarl.records import EpisodeStatus, RowState
 from flexmarl.testing.agents import check_turns
 from flexmarl.testing.gateway import joined_chat, joined_messages, joined_response
@@ -295,3 +297,25 @@ def test_turns_of_a_door_keep_the_laws_of_turns():
         at.notes["turns"] = at.team.turns
 
     check_turns(play(program, *model()).notes["turns"])
+
+
+def test_the_parts_of_an_answer_do_not_wait_for_the_client_to_acknowledge_them():
+    delays: list[bool] = []
+
+    async def serve_one() -> None:
+        answered = asyncio.Event()
+
+        def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            delays.append(not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+            answered.set()
+
+        listening = listening_socket("127.0.0.1", 0)
+        async with await asyncio.start_server(answer, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            await answered.wait()
+            writer.close()
+
+    asyncio.run(serve_one())
+    assert delays == [False]

@@ -160,7 +160,9 @@ def says_seven_often(prompt: str, rng: random.Random) -> str:
     return f"{prompt} The answer is seven. " * 3
 
 
-def spelled(renderer: ChatRenderer, *, scramble: bool, **sampling: Any) -> list[list[int]]:
+def spelled(
+    renderer: ChatRenderer, *, scramble: bool = False, reads: int | None = None, **sampling: Any
+) -> list[list[int]]:
     """Ids of the engine's answers to six seeds."""
     parts = EngineParts(
         policy=SOLVER,
@@ -182,7 +184,7 @@ def spelled(renderer: ChatRenderer, *, scramble: bool, **sampling: Any) -> list[
     ]
 
     async def answers() -> list[list[int]]:
-        made = make_engine(ScriptedSettings(name="says_seven_often", scramble=scramble), parts)
+        made = make_engine(ScriptedSettings(name="says_seven_often", scramble=scramble, reads=reads), parts)
         found = {one.request_id: one.response_ids.tolist() async for one in made.generate(asked)}
         return [found[one.request_id] for one in asked]
 
@@ -197,6 +199,15 @@ def test_a_scripted_engine_says_what_its_responder_says_and_may_spell_it_in_othe
     assert len({*map(tuple, plain)}) == 1
     assert len({*map(tuple, scrambled)}) > 3
     assert all(ids[-1] in renderer.stop_ids for ids in scrambled)
+
+
+def test_a_scripted_engine_reads_as_much_of_the_prompt_as_it_should() -> None:
+    renderer = ChatRenderer(byte_pairs())
+    prompt = renderer.encode("Why?")
+    for reads, words in [(1, renderer.decode(prompt[-1:])), (None, "Why?"), (99, "Why?")]:
+        said = {renderer.decode(ids) for ids in spelled(renderer, reads=reads)}
+        assert said == {f"{words} The answer is seven. " * 3}
+    assert len(prompt) > 1
 
 
 def test_a_scripted_engine_ends_at_a_stop_text() -> None:

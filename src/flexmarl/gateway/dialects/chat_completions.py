@@ -84,7 +84,7 @@ class ChatCompletions:
         limits = [limit for limit in (read.max_tokens, read.max_completion_tokens) if limit is not None]
         return Ask(
             model=read.model,
-            messages=tuple(_message(one, f"messages.{place}") for place, one in enumerate(read.messages)),
+            messages=tuple(_message(one, place) for place, one in enumerate(read.messages)),
             tools=tools if may_call else (),
             must_call=must_call,
             max_tokens=min(limits, default=None),
@@ -207,23 +207,22 @@ def _tool(tool: Mapping[str, Any], where: str) -> Any:
     return offered(function.get("name"), function.get("description"), function.get("parameters"), where)
 
 
-def _message(message: ChatMessage, where: str) -> Said:
+def _message(message: ChatMessage, place: int) -> Said:
     if message.role == "function":
-        raise Refused(f"{where}.role: 'function' is out of use; answer calls with role 'tool'")
-    calls = tuple(_call(call, f"{where}.tool_calls.{place}") for place, call in enumerate(message.tool_calls or ()))
+        raise Refused(f"messages.{place}.role: 'function' is out of use; answer calls with role 'tool'")
     return Said(
         role=_ROLES[message.role],  # type: ignore[arg-type]
-        text=text_of_parts(message.content, f"{where}.content"),
+        text=text_of_parts(message.content, f"messages.{place}.content"),
         thought=message.reasoning_content,
-        calls=calls,
+        calls=tuple([_call(*one, place) for one in enumerate(message.tool_calls)]) if message.tool_calls else (),
         call_id=message.tool_call_id,
     )
 
 
-def _call(call: Mapping[str, Any], where: str) -> SaidCall:
+def _call(number: int, call: Mapping[str, Any], place: int) -> SaidCall:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Refused(f"{where}.function: needs a name and arguments")
+        raise Refused(f"messages.{place}.tool_calls.{number}.function: needs a name and arguments")
     return SaidCall(function["name"], str(function.get("arguments", "")), str(call.get("id", "")))
 
 
