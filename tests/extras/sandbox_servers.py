@@ -275,7 +275,7 @@ class FakeServer(BaseHTTPRequestHandler):
 
     def _fusion(self, answer: Any) -> None:
         if self.fault == "error":
-            answer = type(answer)(status="SandboxError", message="the sandbox broke")
+            answer = answer.copy(update={"status": models.RunStatus.SandboxError, "message": "the sandbox broke"})
         elif self.fault == "process error":
             ran = models.CommandRunResult(status="Error", stderr="exception on running command")
             answer = type(answer)(

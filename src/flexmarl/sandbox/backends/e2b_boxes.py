@@ -36,7 +36,7 @@ except ImportError as error:
 ROOT = "~/box"
 """The box's working folder."""
 FILE_S = 20.0
-"""Longest reading or writing of a file, and longest start of a session."""
+"""Longest reading or writing of a file."""
 MOST_STREAMED = 64 * MIB
 """Bytes that a call may print past the program in its kernel."""
 RESTARTED = ("ContextRestarting", "ModuleNotFoundError")
