@@ -86,7 +86,7 @@ $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-extras.lock
 	@touch $@
 
-test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (a minute)
+test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (some minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/extras
 
 BLACK_BOX := examples/black_box

@@ -53,9 +53,8 @@ def packages_of(extra: str) -> str:
     They are named by themselves: `flexmarl[...]` would be looked for on an index that does not have it.
     """
     named = [line.partition(";") for line in requires("flexmarl") or ()]
-    found = [
-        package.strip() for package, _, marker in named if marker.replace('"', "'").strip() == f"extra == '{extra}'"
-    ]
+    wanted = f"extra == '{extra.replace('_', '-')}'"  # As metadata spells it.
+    found = [package.strip() for package, _, marker in named if marker.replace('"', "'").strip() == wanted]
     return " ".join(f"'{package}'" for package in found) or f"'flexmarl[{extra}]'"
 
 

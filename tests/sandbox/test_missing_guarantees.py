@@ -99,7 +99,7 @@ def test_without_control_groups_memory_and_pids_are_missing_unless_rlimits_are_a
         except ConfigError as error:
             said = str(error)
         accepting = SandboxSettings(accept=("rlimits",))
-        weaker = [one.name for one in probe_now(Bubblewrap(accepting), ["rlimits"]) if not one.held]
+        weaker = [one.name for one in probe_now(Bubblewrap(accepting), accepting) if not one.held]
         return [os.getuid(), found, said, weaker]
 
     uid, found, said, weaker = as_plain_user(work)  # type: ignore[misc]

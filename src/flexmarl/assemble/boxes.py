@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.config import RunSettings
-from flexmarl.errors import ConfigError, MissingExtra
+from flexmarl.errors import ConfigError, EpisodeError, MissingExtra
 from flexmarl.imports import Lazy
 from flexmarl.records.scorers import SCORERS
 from flexmarl.sandbox.interface import Sandbox
+from flexmarl.sandbox.leased_sandboxes import LeasedSandbox
 from flexmarl.sandbox.probe import Guarantee, check_guarantees, probe_now
-from flexmarl.sandbox.settings import SandboxSettings
+from flexmarl.sandbox.settings import AnySandbox, E2bSettings, SandboxFusionSettings, SandboxSettings
 from flexmarl.sandbox.spare_boxes import SparePool
 from flexmarl.tasks import scorers
 from flexmarl.tasks.table import TaskTable
@@ -20,10 +21,12 @@ from flexmarl.tools.interface import needs_box
 from flexmarl.tools.mcp import McpServer, as_text
 
 if TYPE_CHECKING:
-    from flexmarl.sandbox.backends import bubblewrap
+    from flexmarl.sandbox.backends import bubblewrap, e2b_boxes, sandbox_fusion
     from flexmarl.tools import mcp_session
 else:
-    bubblewrap = Lazy("flexmarl.sandbox.backends.bubblewrap")  # Only runs with boxes load it.
+    bubblewrap = Lazy("flexmarl.sandbox.backends.bubblewrap")  # Only runs with boxes load them.
+    e2b_boxes = Lazy("flexmarl.sandbox.backends.e2b_boxes")
+    sandbox_fusion = Lazy("flexmarl.sandbox.backends.sandbox_fusion")
     mcp_session = Lazy("flexmarl.tools.mcp_session")
 
 LOOKED_AT = 16
@@ -40,8 +43,11 @@ def sandbox_of(settings: RunSettings) -> Sandbox | None:
         )
     if not (scorer or boxed(settings.team)):
         return None
-    made = bubblewrap.Bubblewrap(settings.sandbox)
-    return SparePool(made, settings.sandbox.spare) if settings.sandbox.spare else made
+    # Nothing opens a box of a simulation, which needs no package of a service either.
+    simulated = settings.cluster.backend == "simulated"
+    made = sandbox_for(SandboxSettings() if simulated else settings.sandbox)
+    spare = settings.sandbox.spare if isinstance(settings.sandbox, SandboxSettings) else 0
+    return SparePool(made, spare) if spare else made
 
 
 def boxed(team: TeamSettings) -> list[str]:
@@ -67,9 +73,28 @@ def check_sandbox_of(settings: RunSettings) -> list[Guarantee]:
     needs = [*boxed(settings.team), *filter(None, [boxed_scorer(settings)])]
     if not needs:
         return []
+    check_within_reach(settings)
     found = guarantees_of(settings.sandbox)
-    check_guarantees(found, f"{', '.join(needs)} would run code of a model")
+    check_guarantees(found, f"{', '.join(needs)} would run code of a model", where=place_of_boxes(settings.sandbox))
     return found
+
+
+def check_within_reach(settings: RunSettings) -> None:
+    """Raises ConfigError if boxes of a service would have to reach something of this machine."""
+    if not settings.sandbox.remote:
+        return
+    servers = [f"the MCP server {server.name!r}" for server in servers_of(settings) if server.needs_box]
+    command = [f"team.workflow of type {settings.team.workflow.type}"] if settings.team.workflow.boxed else []
+    if named := [*command, *servers]:
+        raise ConfigError(
+            f"sandbox.type '{settings.sandbox.type}': its boxes reach nothing of this machine, and {', '.join(named)} "
+            f"must; use sandbox.type=bubblewrap"
+        )
+
+
+def place_of_boxes(settings: AnySandbox) -> str:
+    """The place of boxes, for errors."""
+    return f"sandbox.type {settings.type}" if settings.remote else "this machine"
 
 
 def servers_of(settings: RunSettings) -> list[McpServer]:
@@ -84,11 +109,12 @@ def pin_tools(settings: RunSettings) -> Iterator[tuple[McpServer, Sequence[str]]
     Yields each server with the names of its tools.
     """
     if any(server.needs_box for server in servers_of(settings)):
+        check_within_reach(settings)
         check_guarantees(guarantees_of(settings.sandbox), "an MCP server would run in a box")
     for server in servers_of(settings):
         if find_spec("mcp") is None:
             raise MissingExtra("mcp", "tools of type mcp")
-        listed = asyncio.run(mcp_session.listed_tools(server, bubblewrap.Bubblewrap(settings.sandbox)))
+        listed = asyncio.run(mcp_session.listed_tools(server, sandbox_for(settings.sandbox)))
         try:
             server.tools_file.write_text(as_text(listed), encoding="utf-8")
         except OSError as error:
@@ -96,11 +122,24 @@ def pin_tools(settings: RunSettings) -> Iterator[tuple[McpServer, Sequence[str]]
         yield server, [one["name"] for one in listed]
 
 
-def guarantees_of(settings: SandboxSettings) -> list[Guarantee]:
-    """Tries the guarantees of this machine."""
-    return probe_now(bubblewrap.Bubblewrap(settings), settings.accept)
+def guarantees_of(settings: AnySandbox) -> list[Guarantee]:
+    """Tries the guarantees of this machine, or of a service."""
+    return probe_now(sandbox_for(settings), settings)
 
 
-def sandbox_for(settings: SandboxSettings) -> Sandbox:
-    """A sandbox by itself, for `flexmarl sandbox exec`."""
+def sandbox_for(settings: AnySandbox) -> Sandbox:
+    """A sandbox by itself, without spare boxes. Raises MissingExtra if a package for it is not installed."""
+    if isinstance(settings, SandboxFusionSettings):
+        return sandbox_fusion.SandboxFusion(settings)
+    if isinstance(settings, E2bSettings):
+        return e2b_boxes.E2bSandbox(settings)
     return bubblewrap.Bubblewrap(settings)
+
+
+def end_sandbox(leased: LeasedSandbox) -> None:
+    """Ends a sandbox that a dead process left. Raises ConfigError if that is impossible, MissingExtra without E2B."""
+    settings = E2bSettings(key_env=leased.key_env, domain=leased.domain)
+    try:
+        asyncio.run(e2b_boxes.E2bAccount(settings).killed(leased))
+    except EpisodeError as error:
+        raise ConfigError(str(error)) from error

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from flexmarl.analysis.intervals import bounds
 from flexmarl.analysis.troubles import all_failed
 from flexmarl.api.functions import evaluate_and_keep
 from flexmarl.api.handle import load_run_folder
-from flexmarl.cli.options import Config, Level, Overrides, Quiet, commands, examine, exports, log_level, serving
+from flexmarl.cli.options import Config, Level, Overrides, Quiet, boxes, commands, examine, exports, log_level, serving
 from flexmarl.cli.terminal import ignoring_hangup, print_text, working
 from flexmarl.cluster.leases import leases_root
 from flexmarl.cluster.remains import abandoned, foreign_paths, held_paths, live_processes, read_leases, release
@@ -26,6 +27,7 @@ from flexmarl.events.log import EventLog, LogLevel
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text
+from flexmarl.sandbox.leased_sandboxes import left_sandboxes
 from flexmarl.tasks import JsonlTasks
 
 if TYPE_CHECKING:
@@ -238,11 +240,11 @@ def clean(
 ) -> None:
     """Remove processes, shared memory and temporary files of runs whose controller is dead; live runs stay as they are.
 
-    A run cleans up after itself, even after kill -9. This command is for machines that went down during a run. It
-    removes only what runs of yours made.
+    A run cleans up after itself, even after kill -9. This command is for machines that went down during a run, and for
+    sandboxes of E2B that a killed run left. It removes only what runs of yours made.
     """
     root = leases_root()
-    lines = cleaned(root, dry_run=dry_run)
+    lines = chain(cleaned(root, dry_run=dry_run), ended_sandboxes(dry_run=dry_run))
     print_text(next(lines, f"Nothing to clean: no dead run left anything in {root}."))
     for line in lines:
         print_text(line)
@@ -266,3 +268,11 @@ def cleaned(root: Path, *, dry_run: bool) -> Iterator[str]:
         if left := [*(f"process {process.pid}" for process in live_processes(leases)), *map(str, held_paths(folder))]:
             raise FlexmarlError(f"cannot remove {', '.join(left)}: end or delete it as its owner")
     yield from (f"left as it is: {str(path)!r} {why}" for path, why in foreign_paths(root))
+
+
+def ended_sandboxes(*, dry_run: bool) -> Iterator[str]:
+    """Ends the sandboxes of E2B that dead processes left, with a line for each. Raises ConfigError without a key."""
+    for leased in left_sandboxes():
+        yield f"{'would end' if dry_run else 'ending'} the E2B sandbox {leased.sandbox_id} of process {leased.pid}"
+        if not dry_run:
+            boxes.end_sandbox(leased)

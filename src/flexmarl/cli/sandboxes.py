@@ -1,23 +1,25 @@
-"""`flexmarl sandbox`: runs a program in a box, and tries what boxes guarantee on this machine."""
+"""`flexmarl sandbox`: runs a program in a box, and tries what boxes guarantee on this machine, or at a service."""
 
 import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
-from flexmarl.cli.options import boxes
+from flexmarl.cli.options import Overrides, boxes
 from flexmarl.cli.terminal import print_text
+from flexmarl.config import load_run
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.events.progress import SafeConsole
 from flexmarl.events.safe_json import json_text
 from flexmarl.sandbox.interface import BoxOutcome
 from flexmarl.sandbox.probe import check_guarantees
-from flexmarl.sandbox.settings import SandboxSettings
+from flexmarl.sandbox.settings import AnySandbox, SandboxSettings
 
 sandbox = typer.Typer(help="Run a program in a box, or try what boxes guarantee here.", no_args_is_help=True)
 Accept = Annotated[
@@ -32,9 +34,19 @@ def _settings(accept: Sequence[str], **values: int) -> SandboxSettings:
 
 
 @sandbox.command()
-def probe(accept: Accept = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Try every guarantee of a box on this machine. Exit code 2 if one is missing."""
-    found = boxes.guarantees_of(_settings(accept or ()))
+def probe(
+    config: Annotated[
+        Path | None, typer.Argument(help="A run's YAML file, whose sandbox is tried.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    accept: Accept = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Try every guarantee of a box: on this machine, or as a config says. Exit code 2 if one is missing."""
+    if config is not None and accept:
+        raise ConfigError(f"--accept is for probes without a config, got {', '.join(accept)}; set sandbox.accept there")
+    settings: AnySandbox = load_run(config, overrides or []).sandbox if config else _settings(accept or ())
+    found = boxes.guarantees_of(settings)
     if as_json:
         print_text(json_text({one.name: asdict(one) for one in found}))
     else:
@@ -45,7 +57,7 @@ def probe(accept: Accept = None, as_json: Annotated[bool, typer.Option("--json",
             style = None if one.held else "yellow"
             table.add_row("ok" if one.held else "!", one.name, one.found, one.remedy, style=style)
         SafeConsole().print(table)
-    check_guarantees(found, "it was asked for")
+    check_guarantees(found, "it was asked for", where=boxes.place_of_boxes(settings))
 
 
 @sandbox.command("exec")

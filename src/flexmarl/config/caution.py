@@ -10,6 +10,7 @@ from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
 from flexmarl.inference.settings import is_timed
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
+from flexmarl.sandbox.settings import SandboxSettings
 from flexmarl.tools import Syntax, Tool, ToolCall
 from flexmarl.tools.arguments import example_of, only_argument_of
 from flexmarl.tools.interface import each_tool
@@ -207,7 +208,7 @@ def _of_opencode(settings: RunSettings) -> Iterator[Caution]:
             f"without {', '.join(online)} opencode asks the network at each start, which its box does not have",
             'set them to "1"',
         )
-    if settings.sandbox.memory_mib < OPENCODE_MIB:
+    if isinstance(settings.sandbox, SandboxSettings) and settings.sandbox.memory_mib < OPENCODE_MIB:
         yield Caution(
             "sandbox.memory_mib",
             f"{settings.sandbox.memory_mib} is less than opencode takes, and a box that takes more is ended",

@@ -47,7 +47,7 @@ from flexmarl.orchestrator.settings import (
 from flexmarl.plugins import CodeFiles, load_code
 from flexmarl.records import AgentName
 from flexmarl.rollout.settings import RolloutSettings
-from flexmarl.sandbox.settings import SandboxSettings
+from flexmarl.sandbox.settings import AnySandbox, SandboxSettings
 from flexmarl.settings import Settings
 from flexmarl.simulator.replies import fitting_replies
 from flexmarl.simulator.settings import SimulationSettings
@@ -173,7 +173,7 @@ class RunSettings(Settings):
     process_groups: ProcessGroupSettings = ProcessGroupSettings()
     objects: ObjectSettings = ObjectSettings()
     store: StoreSettings = StoreSettings()
-    sandbox: SandboxSettings = SandboxSettings()
+    sandbox: AnySandbox = SandboxSettings()
     credit: CreditSettings = CreditSettings()
     gateway: GatewaySettings | None = Field(
         default=None,

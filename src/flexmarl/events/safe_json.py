@@ -39,7 +39,7 @@ _SECRET_KEY = re.compile(
 _SECRET_TEXT = re.compile(
     r"(?i:(?P<keep>bearer\s+|(?:password|secret|token|api[-_]?key)(?:=|['\"]:\s*)))"
     r"(?:\"[^\"]*\"?|'[^']*'?|[^\s'\",;&)}]+)"
-    r"|hf_[A-Za-z0-9]{8,}|(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}|(?<=/e/)[0-9a-f]{32}"
+    r"|hf_[A-Za-z0-9]{8,}|(?<![A-Za-z0-9])e2b_[0-9a-f]{16,}|(?<![A-Za-z0-9])sk-[A-Za-z0-9_-]{8,}|(?<=/e/)[0-9a-f]{32}"
 )
 
 
@@ -49,16 +49,16 @@ def is_secret_key(key: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """The text without bearer tokens, `hf_...` and `sk-...` keys, and values of `password=...` or `'token': ...`.
+    """The text without bearer tokens, keys of known forms, and values of `password=...` or `'token': ...`.
 
-    Keys of episodes are masked in addresses of the gateway (`/e/KEY/`).
+    The forms are `hf_...`, `sk-...` and `e2b_...`. Keys of episodes are masked in addresses of the gateway (`/e/KEY/`).
     """
     return _SECRET_TEXT.sub(lambda match: (match["keep"] or "") + MASK, text) if _suspicious(text.lower()) else text
 
 
 def _suspicious(text: str) -> bool:
     # A search for plain words is many times faster than the regular expression, and rules out nearly all texts.
-    if "hf_" in text or "sk-" in text or "bearer" in text or "/e/" in text:
+    if "hf_" in text or "sk-" in text or "e2b_" in text or "bearer" in text or "/e/" in text:
         return True
     assigns = "=" in text or "':" in text or '":' in text
     return assigns and ("password" in text or "secret" in text or "token" in text or "key" in text)

@@ -1,7 +1,7 @@
 """Runs the probe of a sandbox: it tries each guarantee in boxes of its own, with code of ours that attacks.
 
 consumes     a sandbox; a listener, a file and a process of this machine that no box may reach
-waits for    three boxes, one after the other, each at most PROBE_S
+waits for    three boxes, one after the other, each at most PROBE_S; one box of a service
 produces     a Guarantee for each of GUARANTEES: held, or the reason why not and what would help
 unblocked by the end of a box, or its time limit
 """
@@ -9,19 +9,24 @@ unblocked by the end of a box, or its time limit
 import asyncio
 import json
 import os
+import secrets
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.sandbox.interface import MIB, Ended, Limits, Sandbox
+from flexmarl.sandbox.settings import AnySandbox, RemoteSandbox, SandboxSettings
 
 PROBE_S = 20.0
 """Most seconds of one attack of the probe."""
+SMALL = Limits(memory_bytes=96 * MIB, pids=24, disk_bytes=4 * MIB, cpu_s=20, output_bytes=MIB)
+"""Limits of the boxes that the probe tries."""
 
 GUARANTEES: Mapping[str, str] = {
     "filesystem": "nothing of this machine can be read but /usr, and nothing can be written",
@@ -136,6 +141,35 @@ print(codes.count(0))
 """
 FLOODS = "import os\nfor _ in range(64): os.write(1, b'x' * 65536)"
 
+REMOTE_ATTEMPTS = """
+import json, socket
+found = {}
+def attempt(guarantee, what, through):
+    try:
+        if through():
+            found.setdefault(guarantee, []).append(what)
+    except (OSError, ValueError):
+        pass
+def reads(path, text):
+    with open(path) as file:
+        return text in file.read(4096)
+def connects(family, address):
+    with socket.socket(family, socket.SOCK_STREAM) as one:
+        one.settimeout(2)
+        one.connect(address)
+    return True
+attempt("filesystem", "read a file of this machine", lambda: reads(SECRET, TOKEN))
+attempt("network", "connect to this machine", lambda: connects(socket.AF_INET, ("127.0.0.1", PORT)))
+attempt("network", "connect to an abstract socket of this machine", lambda: connects(socket.AF_UNIX, "\\0" + ABSTRACT))
+for address in BEYOND:
+    attempt("network", "connect to " + address, lambda: connects(socket.AF_INET, (address, 443)))
+attempt("processes", "see process %d of this machine" % PID, lambda: reads("/proc/%d/stat" % PID, STAT))
+print(json.dumps(found))
+"""
+"""Attempts from a box of a service at what its guarantees mean here: this machine, and the world."""
+BEYOND = ("1.1.1.1", "8.8.8.8")
+"""Addresses of the internet that answer anybody."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
@@ -151,24 +185,79 @@ class Guarantee:
 
 async def probed(sandbox: Sandbox, *, accepted: Sequence[str] = ()) -> list[Guarantee]:
     """Tries every guarantee, in half a second. `accepted`: weaker ones that are good enough, e.g. `rlimits`."""
-    small = Limits(memory_bytes=96 * MIB, pids=24, disk_bytes=4 * MIB, cpu_s=20, output_bytes=MIB)
+    with _surroundings() as known:
+        try:
+            through = await _attempts(sandbox, SMALL, _named(known) + ATTEMPTS)
+        except EpisodeError as error:
+            return _none(str(error))
+    if "rlimits" in accepted:
+        through["memory"] = through["pids"] = None
+    return [_tried(name, through.get(name)) for name in GUARANTEES]
+
+
+async def probed_remote(sandbox: Sandbox, settings: RemoteSandbox) -> list[Guarantee]:
+    """Tries, in a box of a service, what can be tried of the guarantees that the service promises.
+
+    One that it does not promise is not held, unless the settings accept that it is missing.
+    """
+    with _surroundings() as known:
+        try:
+            through = await _remote_attempts(sandbox, _named(known) + REMOTE_ATTEMPTS)
+        except EpisodeError as error:
+            return [Guarantee(name, False, str(error), f"check {_checked_keys(settings)}") for name in GUARANTEES]
+    return [_promised(name, through.get(name), settings) for name in GUARANTEES]
+
+
+def _promised(name: str, through: str | None, settings: RemoteSandbox) -> Guarantee:
+    """A guarantee of a service, after it was tried."""
+    reason = settings.unpromised.get(name)
+    if reason is not None and name in settings.accept:
+        return Guarantee(name, True, f"missing, and accepted: {reason}")
+    if reason is not None:
+        every = ", ".join(settings.unpromised)
+        return Guarantee(name, False, reason, f"use sandbox.type=bubblewrap, or accept it: sandbox.accept=[{every}]")
+    if through:
+        return Guarantee(name, False, f"got through: {through}", "use a service that isolates its boxes, or bubblewrap")
+    return Guarantee(name, True, "held by the service")
+
+
+def _checked_keys(settings: RemoteSandbox) -> str:
+    """The settings by which a service is reached."""
+    if settings.type == "sandbox_fusion":
+        return f"that the server of sandbox.url={settings.url} runs, and sandbox.patience_s={settings.patience_s:g}"
+    return f"the variable sandbox.key_env={settings.key_env}, and sandbox.template={settings.template}"
+
+
+@contextmanager
+def _surroundings() -> Iterator[dict[str, Any]]:
+    """Things of this machine that no box may reach, by the names that attempts have for them."""
     with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory(prefix="flexmarl-") as folder:
         secret = Path(folder) / "secret"
-        secret.write_text("nobody may read this")
+        secret.write_text(f"nobody may read this: {secrets.token_hex(8)}")
         os.chmod(folder, 0o755)
         abstract = f"flexmarl-probe-{os.getpid()}"
         with socket.socket(socket.AF_UNIX) as hidden:
             hidden.bind(f"\0{abstract}")
             hidden.listen()
-            known = {"SECRET": str(secret), "PORT": listener.getsockname()[1], "ABSTRACT": abstract, "PID": os.getpid()}
-            names = "".join(f"{name} = {value!r}\n" for name, value in known.items())
-            try:
-                through = await _attempts(sandbox, small, names + ATTEMPTS)
-            except EpisodeError as error:
-                return _none(str(error))
-    if "rlimits" in accepted:
-        through["memory"] = through["pids"] = None
-    return [_tried(name, through.get(name)) for name in GUARANTEES]
+            yield {
+                "SECRET": str(secret),
+                "TOKEN": secret.read_text(),
+                "PORT": listener.getsockname()[1],
+                "ABSTRACT": abstract,
+                "PID": os.getpid(),
+                "STAT": _start_of(os.getpid()),
+                "BEYOND": BEYOND,
+            }
+
+
+def _start_of(pid: int) -> str:
+    """The start of a process as its status has it: that of one with the same id on another machine differs."""
+    return f" {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]} "
+
+
+def _named(known: Mapping[str, Any]) -> str:
+    """Names and their values, as Python."""
+    return "".join(f"{name} = {value!r}\n" for name, value in known.items())
 
 
 async def _attempts(sandbox: Sandbox, small: Limits, attempts: str) -> dict[str, str | None]:
@@ -212,21 +301,47 @@ def _tried(name: str, through: str | None) -> Guarantee:
     return Guarantee(name, False, f"got through: {through}", remedy)
 
 
-def check_guarantees(guarantees: Sequence[Guarantee], why: str) -> None:
-    """Raises ConfigError that names each guarantee that is missing, and what would help. `why`: who needs them."""
+async def _remote_attempts(sandbox: Sandbox, attempts: str) -> dict[str, str | None]:
+    """The attempts from a box of a service that got through, by guarantee."""
+    async with sandbox.open({}) as box:
+        outcome = await box.run(attempts, timeout_s=PROBE_S)
+        try:
+            found: dict[str, Any] = json.loads(outcome.stdout)
+        except ValueError:
+            raise EpisodeError(f"the probe failed in its box: {outcome.stderr[-300:] or outcome.ended}") from None
+        through: dict[str, str | None] = {name: ", ".join(what) for name, what in found.items()}
+        flood = await box.run(FLOODS, timeout_s=PROBE_S)
+        if len(flood.stdout) + flood.dropped_bytes != 4 * MIB or not flood.dropped_bytes:
+            through["output"] = f"{len(flood.stdout)} bytes of output were kept of 4 MiB"
+    return through
+
+
+def check_guarantees(guarantees: Sequence[Guarantee], why: str, *, where: str = "this machine") -> None:
+    """Raises ConfigError that names each guarantee that is missing, and what would help.
+
+    `why`: who needs them. `where`: who cannot give them.
+    """
     missing: dict[tuple[str, str], list[str]] = {}
     for one in guarantees:
         if not one.held:
             missing.setdefault((one.found, one.remedy), []).append(one.name)
     lines = [
-        f"sandbox: {why}, and this machine cannot guarantee {', '.join(names)}: {found}; {remedy}"
+        f"sandbox: {why}, and {where} cannot guarantee {', '.join(names)}: {found}; {remedy}"
         for (found, remedy), names in missing.items()
     ]
     if lines:
         raise ConfigError("\n".join(lines))
 
 
-def probe_now(sandbox: Sandbox, accepted: Sequence[str] = ()) -> list[Guarantee]:
-    """The same as `probed`, on an event loop of its own: the caller may be in one, as in a notebook."""
+def probe_now(sandbox: Sandbox, settings: AnySandbox | None = None) -> list[Guarantee]:
+    """Tries the guarantees on an event loop of its own: the caller may be in one, as in a notebook.
+
+    `settings`: those of the sandbox; None: bubblewrap's defaults.
+    """
+    settings = settings or SandboxSettings()
+    if isinstance(settings, SandboxSettings):
+        trial = probed(sandbox, accepted=settings.accept)
+    else:
+        trial = probed_remote(sandbox, settings)
     with ThreadPoolExecutor(1, thread_name_prefix="flexmarl-probe") as thread:
-        return thread.submit(lambda: asyncio.run(probed(sandbox, accepted=accepted))).result()
+        return thread.submit(asyncio.run, trial).result()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MISSING = ("ray", "vllm", "trl", "datasets", "pyarrow", "openai", "reasoning_gym", "textarena")
+MISSING = ("ray", "vllm", "trl", "datasets", "pyarrow", "openai", "reasoning_gym", "textarena", "e2b")
 HIDE = f"""
 import sys
 for name in {MISSING!r}:
@@ -61,8 +61,9 @@ def test_everything_but_the_backends_on_missing_packages_is_imported() -> None:
     of_vllm = ["engine_args", "vllm_engine", "vllm_requests", "vllm_worker"]
     on_vllm = [(f"flexmarl.inference.backends.vllm.{name}", "vllm") for name in of_vllm]
     on_openai = [("flexmarl.inference.backends.completions_server", "openai")]
+    on_e2b = [("flexmarl.sandbox.backends.e2b_boxes", "e2b")]
     of_tasks = [(f"flexmarl.tasks.{name}", name) for name in ("reasoning_gym", "textarena")]
-    assert ended.stdout.strip() == str(on_ray + on_openai + on_vllm + of_tasks)
+    assert ended.stdout.strip() == str(on_ray + on_openai + on_vllm + on_e2b + of_tasks)
 
 
 def test_a_cluster_config_is_validated() -> None:
