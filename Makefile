@@ -19,7 +19,7 @@ GPU_JSON ?= gpu.json
 
 .PHONY: help install install-dev quickstart model test test-processes test-sandbox test-mcp test-deep test-extras \
 	opencode test-gateway test-vllm \
-	check lint bench bench-vllm bench-gateway gpu gpu-wheels docs clean
+	check lint bench bench-vllm bench-gateway bench-program gpu gpu-wheels docs clean
 
 help:  ## what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -184,6 +184,9 @@ $(LITELLM)/.installed: requirements-litellm.lock
 
 bench-gateway: $(VENV)/.installed-bench $(VLLM)/.installed $(LITELLM)/.installed  ## the gateway beside others' (minutes)
 	$(BIN)/python benchmarks/gateway.py --json --vllm $(VLLM)/bin/python --litellm $(LITELLM)/bin/python
+
+bench-program: $(GATEWAY)/.installed  ## a program beside the white-box team, both trained with five seeds (half an hour)
+	$(GATEWAY)/bin/python benchmarks/black_box.py --json
 
 gpu:  ## all that needs CUDA, on one device, within 8 minutes; with the Python it finds (PYTHON=...)
 	@test ! -d $(WHEELS) || $(PYTHON) -c "import pydantic" 2>/dev/null || $(PYTHON) -m pip install --quiet \

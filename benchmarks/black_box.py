@@ -1,7 +1,6 @@
 """The math team as a program behind the gateway against the team of flexmarl's own agents: success, and time of a step.
 
-    make .venv-gateway/.installed
-    .venv-gateway/bin/python benchmarks/black_box.py --json
+    make bench-program
 
 A run is `flexmarl train` of `examples/black_box/cpu.yaml` or `examples/math_team/cpu.yaml`: same seed model, tasks,
 rewards, batch and learning rate, with processes as both have them. Each seed trains both, one after the other.
