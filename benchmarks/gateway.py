@@ -48,7 +48,7 @@ name: gateway
 code: [speaks.py]
 tasks: {type: jsonl, file: tasks.jsonl, held_out_share: 0.1}
 policies:
-  solver: {model: model, trainable: false, engine: {type: scripted, name: benchmark, reads: 16, token_s: 1.0e-9}}
+  solver: {model: model, trainable: false, engine: {type: scripted, name: benchmark, reads: 16, token_s: {token_s}}}
 team:
   workflow: {type: sequential, agents: [solver]}
   agents: {solver: {policy: solver}}
@@ -69,6 +69,10 @@ KEY = f"sk-{secrets.token_hex(16)}"
 """The key of other servers: LiteLLM's does not begin without one."""
 START_S = 300
 """Most seconds that a server takes to begin. vLLM imports for a minute on a busy machine."""
+TOKEN_S = {"run.yaml": 1e-9, "slow.yaml": 5.0}
+"""Seconds per token of each config's engine."""
+STREAMS = 1000
+"""Streams that wait at the same time for a reply that does not come."""
 TURNS = 50
 """Turns before the one that is measured with a long history."""
 CLIENTS = 32
@@ -95,7 +99,8 @@ def write_project(folder: Path) -> None:
     (folder / "speaks.py").write_text(RESPONDER)
     rows = [{"prompt": f"question {number}", "reference": ""} for number in range(100)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.yaml").write_text(CONFIG)
+    for name, token_s in TOKEN_S.items():
+        (folder / name).write_text(CONFIG.replace("{token_s}", str(token_s)))
 
 
 class Seat:
@@ -111,6 +116,17 @@ class Seat:
         answer = await self._client.post(self._url, json=body, headers=self._headers)
         answer.raise_for_status()
         return answer.json()["choices"][0]["message"]["content"]
+
+    async def wait(self, text: str, lives: asyncio.Semaphore) -> None:
+        """Asks for a stream, and stays for ever. Releases `lives` at its first sign of life."""
+        body = {"model": "solver", "messages": [{"role": "user", "content": text}], "stream": True}
+        async with self._client.stream("POST", self._url, json=body, headers=self._headers) as answer:
+            answer.raise_for_status()
+            async for part in answer.aiter_bytes():
+                if part:
+                    lives.release()
+                    break
+            await asyncio.Event().wait()
 
 
 class Server(Protocol):
@@ -144,6 +160,10 @@ class Running:
         times = [one.cpu_times() for one in (self._all, *self._all.children(recursive=True))]
         return sum(one.user + one.system for one in times)
 
+    def resident_mib(self) -> float:
+        """Its memory."""
+        return self._all.memory_info().rss / 2**20
+
     def close(self) -> None:
         """Ends it."""
         self.process.send_signal(signal.SIGTERM)
@@ -153,8 +173,8 @@ class Running:
 class Gateway(Running):
     """`flexmarl serve`."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "flexmarl", "serve", str(folder / "run.yaml"), f"out={folder / 'runs'}"]
+    def __init__(self, folder: Path, config: str = "run.yaml") -> None:
+        command = [sys.executable, "-m", "flexmarl", "serve", str(folder / config), f"out={folder / 'runs'}"]
         super().__init__(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.announced = json.loads(self.process.stdout.readline())
@@ -232,6 +252,28 @@ async def long(server: Server, calls: int) -> float:
         return 1000 * (server.cpu_s() - cpu) / calls
 
 
+async def idle(gateway: Gateway) -> float:
+    """MiB that the gateway grows by for `STREAMS` streams that wait, 0.4 kB each."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx2.AsyncClient(timeout=None, limits=limits) as client:
+        seats = [await gateway.seat(client) for _ in range(CLIENTS)]
+        live = asyncio.Semaphore(0)
+        grown = list[float]()
+        for streams in (CLIENTS, STREAMS):  # The first ones load what a first stream loads.
+            before = gateway.resident_mib()
+            waiting = [
+                asyncio.create_task(seats[place % CLIENTS].wait(f"{place}: " + "why is that so? " * 22, live))
+                for place in range(streams)
+            ]
+            for _ in waiting:
+                await live.acquire()
+            grown.append(gateway.resident_mib() - before)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+    return grown[-1]
+
+
 def rivals(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Rival]:
     """The other servers that are asked for."""
 
@@ -254,8 +296,10 @@ def rivals(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[
     return found
 
 
-def measured(options: argparse.Namespace) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
-    """(ms, calls per second) of short calls by server, and ms of long ones, for each repeat after a warm-up."""
+def measured(options: argparse.Namespace) -> tuple[dict[str, list[tuple[float, float]]], list[float], float]:
+    """(ms, calls per second) of short calls by server, and ms of long ones, for each repeat after a warm-up; MiB of
+    idle streams.
+    """
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         write_project(Path(place))
         servers: dict[str, Any] = dict(rivals(options, Path(place), stack))
@@ -268,7 +312,10 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[tuple[float, f
             for name, server in servers.items():
                 shorts[name].append(asyncio.run(short(server, options.calls)))
         longs = [asyncio.run(long(gateway, options.calls // 20)) for _ in range(options.repeats)]
-    return shorts, longs
+        slow = Gateway(Path(place), "slow.yaml")
+        stack.callback(slow.close)
+        streams = asyncio.run(idle(slow))
+    return shorts, longs, streams
 
 
 def main() -> None:
@@ -278,7 +325,7 @@ def main() -> None:
     options.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM: its frontend is measured too")
     options.add_argument("--litellm", metavar="PYTHON", help="one that has litellm[proxy]: its proxy is measured too")
     chosen = options.parse_args()
-    shorts, longs = measured(chosen)
+    shorts, longs, streams = measured(chosen)
     cpu_ms = {name: min(ms for ms, _ in of_one) for name, of_one in shorts.items()}
     ours, rate, long_ms = cpu_ms.pop("ours"), max(rate for _, rate in shorts["ours"]), min(longs)
     report(
@@ -289,13 +336,14 @@ def main() -> None:
             *((f"the same of {name}", f"{ms:.2f} ms") for name, ms in cpu_ms.items()),
             ("calls of 0.4 kB, best repeat", f"{rate:.0f} per second"),
             (f"processor time of turn {TURNS + 1} of a history of 100 kB, best repeat", f"{long_ms:.2f} ms"),
+            (f"memory of {STREAMS} streams that wait", f"{streams:.0f} MiB"),
         ],
-        {"cpu_ms_short": ours, "calls_per_s": rate, "cpu_ms_100kB": long_ms}
+        {"cpu_ms_short": ours, "calls_per_s": rate, "cpu_ms_100kB": long_ms, "idle_streams_mib": streams}
         | {f"cpu_ms_{name}": ms for name, ms in cpu_ms.items()}
         | {VERSUS[name]: ours / ms for name, ms in cpu_ms.items()},
         as_json=chosen.json,
         wanted={"calls_per_s": 450.0},
-        wanted_at_most={"cpu_ms_short": 1.5, "cpu_ms_100kB": 6.0, "vs_vllm_frontend": 0.75},
+        wanted_at_most={"cpu_ms_short": 1.5, "cpu_ms_100kB": 6.0, "idle_streams_mib": 95.0, "vs_vllm_frontend": 0.75},
     )
 
 
