@@ -89,15 +89,19 @@ def sample_of(number: int, version: int) -> Sample:
     return Sample(turn=turn, advantage=1.0, weight=1.0, episode_tokens=4)
 
 
-async def swaps(folder: Path, source: Path, repeats: int) -> dict[str, float]:
-    """Median seconds of `suspend`, `resume` and `memcpy`, and the bytes of the state."""
+async def swaps(folder: Path, source: Path, repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Median seconds of `suspend`, `resume` and `memcpy`, the bytes of the state, and those left on a CUDA device.
+
+    From a device, `memcpy` copies into pinned memory.
+    """
     objects, rows = ShmObjectStore(folder), HeldRows()
     objects.create()
 
     def make(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
-        return SingleProcessTrainer(policy, model, SETTINGS, objects, rows=rows, ranks=ranks)
+        return SingleProcessTrainer(policy, model, SETTINGS, objects, rows=rows, ranks=ranks, device=device)
 
-    rank = RankHost({SOLVER: Trained(source=source, settings=SETTINGS)}, objects, make)
+    on_cuda = device.startswith("cuda")
+    rank = RankHost({SOLVER: Trained(source=source, settings=SETTINGS)}, objects, make, device=device)
     await rank.resume(SOLVER, None)
     for version in range(2):  # The second one leaves its gradient sums.
         samples = [sample_of(2 * version + number, version) for number in range(2)]
@@ -110,11 +114,13 @@ async def swaps(folder: Path, source: Path, repeats: int) -> dict[str, float]:
     state = await rank._held().state()
     tensors = [tensor for of in state.tensors.values() for tensor in of.values()]
     num_bytes = sum(tensor.nbytes for tensor in tensors)
-    copies, memcpy = [torch.empty_like(tensor).zero_() for tensor in tensors], []
+    copies, memcpy = [torch.zeros_like(tensor, device="cpu", pin_memory=on_cuda) for tensor in tensors], []
     for _ in range(repeats):
         began = time.perf_counter()
         for tensor, copy in zip(tensors, copies, strict=True):
-            copy.copy_(tensor)
+            copy.copy_(tensor, non_blocking=True)
+        if on_cuda:
+            torch.cuda.synchronize(device)
         memcpy.append(time.perf_counter() - began)
     del state, tensors, copies
     gc.collect()
@@ -127,16 +133,18 @@ async def swaps(folder: Path, source: Path, repeats: int) -> dict[str, float]:
         began = time.perf_counter()
         await rank.resume(SOLVER, aside)
         resumes.append(time.perf_counter() - began)
+    await rank.suspend()
     median = statistics.median
     return {
         "suspend": median(suspends[1:]),
         "resume": median(resumes[1:]),
         "memcpy": median(memcpy),
         "bytes": num_bytes,
+        "bytes_left": torch.cuda.memory_allocated(device) if on_cuda else 0,
     }
 
 
-def measured(width: int, repeats: int) -> dict[str, float]:
+def measured(width: int, repeats: int, device: str = "cpu") -> dict[str, float]:
     """The figures of a model of this width."""
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory() as files, tempfile.TemporaryDirectory(dir=memory) as blocks:
@@ -144,7 +152,7 @@ def measured(width: int, repeats: int) -> dict[str, float]:
         model.save_pretrained(files)
         parameters = model.num_parameters()
         del model
-        found = asyncio.run(swaps(Path(blocks) / "blocks", Path(files), repeats))
+        found = asyncio.run(swaps(Path(blocks) / "blocks", Path(files), repeats, device))
     return {**found, "parameters": parameters}
 
 

@@ -62,6 +62,22 @@ def half_billion(vocabulary: int = 32768) -> PreTrainedModel:
     return Qwen2ForCausalLM(config)
 
 
+def one_and_a_half_billion() -> PreTrainedModel:
+    """Qwen2.5-1.5B's shape with random weights, on the CPU; of its 151 936 ids, some."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32768,
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config)
+
+
 def requests(vocabulary: int, *, longest: int, max_tokens: int, number: int = 32) -> list[GenerationRequest]:
     """Random prompts of all lengths up to `longest`."""
     random = np.random.default_rng(0)

@@ -227,6 +227,36 @@ def trees(device: str, short: bool) -> Figures:
     return figures
 
 
+def training(device: str, short: bool) -> Figures:
+    """Whole steps of models of two sizes."""
+    needs_device(device)
+    from device_training import measure
+
+    return measure(device, short=short)
+
+
+def weights(device: str, short: bool) -> Figures:
+    """Set, Get and digest of weights on the device."""
+    needs_device(device)
+    from device_transfers import weights as measure
+
+    figures, wrong = measure(device, short=short)
+    if wrong:
+        raise Missed(wrong, figures)
+    return figures
+
+
+def swaps(device: str, short: bool) -> Figures:
+    """A policy's training state leaves the device and comes back."""
+    needs_device(device)
+    from device_transfers import swaps as measure
+
+    figures, wrong = measure(device, short=short)
+    if wrong:
+        raise Missed(wrong, figures)
+    return figures
+
+
 def benchmark(device: str, short: bool) -> Figures:
     """The tree benchmark's own figures."""
     needs_cuda(device, "benchmarks/gpu/tree.py")
@@ -255,5 +285,8 @@ PARTS: Mapping[str, Measure] = {
     "memory": memory,
     "learning": learning,
     "trees": trees,
+    "training": training,
+    "weights": weights,
+    "swaps": swaps,
     "benchmark": benchmark,
 }

@@ -49,6 +49,9 @@ PARTS = (
     Part("memory", 45, "what sleep gives back and wake takes, on a model of 0.5B parameters"),
     Part("learning", 150, "math_team in one process: held-out success rises by 0.3"),
     Part("trees", 90, "training along prefix trees: gradients, speed, and what `auto` decides"),
+    Part("training", 60, "steps of 0.5B and 1.5B parameters in bfloat16: tokens per second, share of the peak, memory"),
+    Part("weights", 45, "set, get and digest of 1 GiB of weights on the device, by copies into pinned memory"),
+    Part("swaps", 90, "training state of 0.1B and 0.5B parameters leaves the device and comes back; nothing stays"),
     Part("benchmark", 90, "benchmarks/gpu/tree.py on two of its workloads"),
 )
 

@@ -66,7 +66,8 @@ class Told:
 def _isolated(folder: Path) -> KernelSpec:
     """A kernel in namespaces of its own: it sees neither files of /tmp but its own, nor a network, nor processes."""
     parts = ["--unshare-net", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--proc", "/proc", "--dev", "/dev"]
-    argv = ["bwrap", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--bind", str(folder), str(folder), *parts]
+    seen = ["--ro-bind", sys.prefix, sys.prefix, "--bind", str(folder), str(folder)]  # Its Python may be in /tmp, too.
+    argv = ["bwrap", "--ro-bind", "/", "/", "--tmpfs", "/tmp", *seen, *parts]
     # The kernel would look for its parent, which it cannot see.
     argv += ["--unsetenv", "JPY_PARENT_PID", "--chdir", str(folder)]
     argv += [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]

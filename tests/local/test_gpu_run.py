@@ -40,13 +40,16 @@ def test_on_a_cpu_each_part_runs_or_says_what_it_lacks(tmp_path: Path) -> None:
     lacking = {name: verdicts.pop(name) for name in ("memory", "benchmark")}
     assert set(verdicts.values()) == {"passed"}, verdicts
     assert all(verdict.startswith("cannot run: ") and "needs CUDA" in verdict for verdict in lacking.values()), lacking
-    assert "5 passed, 0 failed, 2 cannot run" in ended.stdout
+    assert "8 passed, 0 failed, 2 cannot run" in ended.stdout
     figures = {name: part.get("figures", {}) for name, part in whole["parts"].items()}
     assert figures["machine"]["torch"] == torch.__version__
     assert figures["conformance"]["tests_passed"] >= 2
     assert all("needs CUDA" in reason for reason in figures["conformance"]["tests_that_cannot_run"].values())
     assert figures["agreement"]["float32, seed model"]["largest"] <= 1e-3
     assert figures["learning"]["steps"] == 1
+    assert figures["training"]["seed model"]["tokens_per_s"] > 0
+    assert figures["weights"]["d2h_vs_ceiling"] > 0
+    assert figures["swaps"]["suspend_control_s"] > 0
     assert figures["trees"]["8 of 20 after 100"]["tree_off_by"] <= 1e-3
 
 
