@@ -48,30 +48,24 @@ def thirty_million() -> PreTrainedModel:
 
 def half_billion(vocabulary: int = 32768) -> PreTrainedModel:
     """Qwen2.5-0.5B's shape with random weights, on the CPU; of its 151 936 ids, some."""
+    return qwen2(vocabulary, hidden=896, layers=24, heads=14, inner=4864)
+
+
+def one_and_a_half_billion(vocabulary: int = 32768) -> PreTrainedModel:
+    """The same of Qwen2.5-1.5B."""
+    return qwen2(vocabulary, hidden=1536, layers=28, heads=12, inner=8960)
+
+
+def qwen2(vocabulary: int, *, hidden: int, layers: int, heads: int, inner: int) -> PreTrainedModel:
+    """Qwen2-type with two key heads and random weights."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary,
-        hidden_size=896,
-        num_hidden_layers=24,
-        num_attention_heads=14,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=2,
-        intermediate_size=4864,
-        max_position_embeddings=131072,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config)
-
-
-def one_and_a_half_billion() -> PreTrainedModel:
-    """Qwen2.5-1.5B's shape with random weights, on the CPU; of its 151 936 ids, some."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=32768,
-        hidden_size=1536,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
+        intermediate_size=inner,
         max_position_embeddings=131072,
         tie_word_embeddings=True,
     )

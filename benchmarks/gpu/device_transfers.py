@@ -75,6 +75,7 @@ def swaps(device: str, *, short: bool) -> tuple[dict[str, Any], str]:
     """A policy leaves the device and comes back, as benchmarks/state_swap.py has it. Figures, and what is wrong."""
     control = measured(32, REPEATS, device)
     figures: dict[str, Any] = {f"{name}_control_s": round(control[name], 3) for name in ("suspend", "resume")}
+    left = control["bytes_left"]
     for size in () if short else (100, 500):
         found = measured(WIDTHS[size], REPEATS, device)
         data_s = sum(found[name] - control[name] for name in ("suspend", "resume"))
@@ -82,7 +83,6 @@ def swaps(device: str, *, short: bool) -> tuple[dict[str, Any], str]:
             "state_gib": round(found["bytes"] / 2**30, 2),
             **{f"{name}_s": round(found[name], 3) for name in ("suspend", "resume", "memcpy")},
             "swap_vs_ceiling": round(2 * found["memcpy"] / data_s, 3),
-            "bytes_left": found["bytes_left"],
         }
-    left = control["bytes_left"]
+        left = max(left, found["bytes_left"])
     return figures, f"{left} bytes of the policy stayed on the device" if left else ""

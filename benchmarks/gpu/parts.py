@@ -216,15 +216,20 @@ def learning(device: str, short: bool) -> Figures:
     return figures
 
 
+def sound(measured: tuple[Figures, str]) -> Figures:
+    """The figures, if nothing is wrong with them."""
+    figures, wrong = measured
+    if wrong:
+        raise Missed(wrong, figures)
+    return figures
+
+
 def trees(device: str, short: bool) -> Figures:
     """Gradients and speed along trees, and what `auto` decides."""
     needs_device(device)
     from tree_training import measure
 
-    figures, wrong = measure(device, short=short)
-    if wrong:
-        raise Missed(wrong, figures)
-    return figures
+    return sound(measure(device, short=short))
 
 
 def training(device: str, short: bool) -> Figures:
@@ -240,10 +245,7 @@ def weights(device: str, short: bool) -> Figures:
     needs_device(device)
     from device_transfers import weights as measure
 
-    figures, wrong = measure(device, short=short)
-    if wrong:
-        raise Missed(wrong, figures)
-    return figures
+    return sound(measure(device, short=short))
 
 
 def swaps(device: str, short: bool) -> Figures:
@@ -251,10 +253,7 @@ def swaps(device: str, short: bool) -> Figures:
     needs_device(device)
     from device_transfers import swaps as measure
 
-    figures, wrong = measure(device, short=short)
-    if wrong:
-        raise Missed(wrong, figures)
-    return figures
+    return sound(measure(device, short=short))
 
 
 def benchmark(device: str, short: bool) -> Figures:

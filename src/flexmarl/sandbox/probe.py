@@ -61,8 +61,7 @@ GROUPS = (
 )
 FILTER = "use a kernel with CONFIG_SECCOMP_FILTER, and Debian's bubblewrap as it is"
 
-ATTEMPTS = """
-import ctypes, errno, json, os, socket
+TRYING = """
 found = {}
 def attempt(guarantee, what, through):
     try:
@@ -70,6 +69,12 @@ def attempt(guarantee, what, through):
             found.setdefault(guarantee, []).append(what)
     except (OSError, ValueError):
         pass
+"""
+"""Begins both lists of attempts: what got through, by guarantee."""
+ATTEMPTS = (
+    TRYING
+    + """
+import ctypes, errno, json, os, socket
 def reads(path):
     with open(path, "rb") as file:
         return bool(file.read(16))
@@ -116,6 +121,7 @@ try:
 finally:
     print(json.dumps(found))
 """
+)
 FORKS = """
 import os, time
 children = 0
@@ -141,15 +147,10 @@ print(codes.count(0))
 """
 FLOODS = "import os\nfor _ in range(64): os.write(1, b'x' * 65536)"
 
-REMOTE_ATTEMPTS = """
+REMOTE_ATTEMPTS = (
+    TRYING
+    + """
 import json, socket
-found = {}
-def attempt(guarantee, what, through):
-    try:
-        if through():
-            found.setdefault(guarantee, []).append(what)
-    except (OSError, ValueError):
-        pass
 def reads(path, text):
     with open(path) as file:
         return text in file.read(4096)
@@ -166,6 +167,7 @@ for address in BEYOND:
 attempt("processes", "see process %d of this machine" % PID, lambda: reads("/proc/%d/stat" % PID, STAT))
 print(json.dumps(found))
 """
+)
 """Attempts from a box of a service at what its guarantees mean here: this machine, and the world."""
 BEYOND = ("1.1.1.1", "8.8.8.8")
 """Addresses of the internet that answer anybody."""
