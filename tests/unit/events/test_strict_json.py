@@ -52,7 +52,7 @@ def test_any_text_is_read_or_refused_as_a_value_error(text):
 
 
 NUMBERS = st.from_regex(r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
-ODD = r""""\ud800" "\ud83d\ude00" "\u0000\/\b" {"a":1,"a":2} [1,] 1. 01 -0 1e999 tru"""
+ODD = r""""\ud800" NaN [Infinity,-Infinity] "\ud83d\ude00" "\u0000\/\b" {"a":1,"a":2} [1,] 1. 01 -0 1e999 tru"""
 
 
 @given(NUMBERS | st.sampled_from(ODD.split()) | VALUES.map(lambda value: json.dumps(value, ensure_ascii=False)))

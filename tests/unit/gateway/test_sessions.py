@@ -193,6 +193,17 @@ def test_results_of_several_calls_extend_the_turn_that_made_them():
     assert turns[1].parent == turns[0].sample_id
 
 
+def test_a_history_is_continued_only_under_the_tools_that_it_was_told():
+    async def program(at: At) -> None:
+        first = (await at.chat(("user", "hello"), tools=TOOLS))["choices"][0]["message"]["content"]
+        history = (("user", "hello"), ("assistant", first), ("user", "and now?"))
+        await at.chat(*history)
+        await at.chat(*history, tools=TOOLS)
+
+    told = play(program, *model()).account
+    assert told.continuity == {"root": 1, "rendered": 1, "extends": 1}
+
+
 def test_another_dialect_continues_what_was_said_in_the_first():
     async def program(at: At) -> None:
         first = await at.client().post("chat/completions", {"messages": USER})
