@@ -13,7 +13,8 @@ DEEP ?= tests
 # What the Python of a GPU machine may lack, brought along: `make gpu` never downloads.
 WHEELS := .wheels
 GPU_SITE := .gpu-site
-GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_extensions
+GPU_PACKAGES := pydantic pydantic_core annotated-types typing-inspection typing_extensions \
+	jsonschema jsonschema-specifications referencing rpds-py attrs
 GPU_PLATFORMS := $(foreach n,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(n)_x86_64)
 GPU_JSON ?= gpu.json
 
@@ -189,7 +190,7 @@ bench-program: $(GATEWAY)/.installed  ## a program beside the white-box team, bo
 	$(GATEWAY)/bin/python benchmarks/black_box.py --json
 
 gpu:  ## all that needs CUDA, on one device, within 8 minutes; with the Python it finds (PYTHON=...)
-	@test ! -d $(WHEELS) || $(PYTHON) -c "import pydantic" 2>/dev/null || $(PYTHON) -m pip install --quiet \
+	@test ! -d $(WHEELS) || $(PYTHON) -c "import pydantic, jsonschema" 2>/dev/null || $(PYTHON) -m pip install --quiet \
 		--disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl
 	PYTHONPATH="$(CURDIR)/src:$(CURDIR):$(CURDIR)/$(GPU_SITE)" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 \
 		$(PYTHON) benchmarks/gpu/run.py --json "$(GPU_JSON)" $(GPU_OPTIONS)
