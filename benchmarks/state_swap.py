@@ -6,7 +6,7 @@
 One policy in float32, all weights trained, with gradient sums and both moments: 16 bytes per parameter. It is suspended
 and resumed again and again, on blocks that exist after the first time. Seconds, medians:
 
-    suspend, resume    as `Rank` does them, digests included
+    suspend, resume    as `Rank` does them
     memcpy             of the state's tensors into tensors that exist
     control            what is left of a swap without its data: the same swap of the same layers, one number wide
 
@@ -134,6 +134,8 @@ async def swaps(folder: Path, source: Path, repeats: int, device: str = "cpu") -
         await rank.resume(SOLVER, aside)
         resumes.append(time.perf_counter() - began)
     await rank.suspend()
+    if on_cuda:  # Of each thread that has multiplied: they belong to the process, as its context does.
+        torch._C._cuda_clearCublasWorkspaces()
     median = statistics.median
     return {
         "suspend": median(suspends[1:]),

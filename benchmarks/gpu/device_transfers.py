@@ -18,6 +18,8 @@ from flexmarl.records import PolicyName, Version
 
 REPEATS = 5
 TENSOR_MIB = 16
+ROUNDED = 2**20
+"""Bytes that may stay: torch's and the kernels' own."""
 
 
 def weights(device: str, *, short: bool) -> tuple[dict[str, Any], str]:
@@ -85,4 +87,4 @@ def swaps(device: str, *, short: bool) -> tuple[dict[str, Any], str]:
             "swap_vs_ceiling": round(2 * found["memcpy"] / data_s, 3),
         }
         left = max(left, found["bytes_left"])
-    return figures, f"{left} bytes of the policy stayed on the device" if left else ""
+    return figures, f"{left} bytes of the policy stayed on the device" if left > ROUNDED else ""

@@ -172,8 +172,9 @@ def memory(device: str, short: bool) -> Figures:
     figures = {name: round(value, 4) for name, value in asyncio.run(life()).items()}
     if figures["gib_asleep"] - figures["gib_before"] > 0.001:
         raise Missed("an engine that sleeps holds memory of the device", figures)
-    if abs(figures["gib_woken"] - figures["gib_awake"]) > 0.01:
-        raise Missed("a woken engine holds another amount of memory than before", figures)
+    # Blocks of keys and values are taken again when requests need them.
+    if not figures["gib_asleep"] < figures["gib_woken"] <= figures["gib_awake"] + 0.01:
+        raise Missed("a woken engine holds more memory than before, or none", figures)
     return figures
 
 

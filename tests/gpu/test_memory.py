@@ -19,6 +19,9 @@ pytestmark = pytest.mark.gpu
 ROUNDED = 2**20
 """Bytes by which small tensors may differ: torch gives memory out in blocks of 512 bytes, kernels keep workspaces."""
 
+SEGMENT = 2 * 2**20
+"""Bytes that torch takes from the device at once for small tensors, one of which may be left."""
+
 
 def allocated() -> int:
     gc.collect()
@@ -36,10 +39,10 @@ def test_an_engine_asleep_holds_no_memory_of_the_device_and_wakes_as_it_was(devi
             awake = allocated()
             assert awake > before + 16 * ROUNDED
             for _ in range(3):
-                reserved = torch.cuda.memory_reserved()
                 await made.sleep()
                 assert allocated() <= before + ROUNDED
-                assert torch.cuda.memory_reserved() < reserved, "what torch keeps for later goes back to the device"
+                kept = torch.cuda.memory_reserved()
+                assert kept <= before + SEGMENT, "what torch keeps for later goes back to the device"
                 await made.wake()
                 assert before < allocated() <= awake, "blocks are taken again when requests need them"
             again = {a.request_id: a async for a in made.generate(asked)}

@@ -101,10 +101,11 @@ class ObjectMeta:
 class ObjectStore(Protocol):
     """Holds tensor trees by key until they are released. Called by trainers (`set`) and engines (`get`)."""
 
-    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+    async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
         """Stores a copy: later changes to the caller's tensors are not seen.
 
-        A key is set once: raises ValueError if it is taken. Raises ObjectError if there is no room.
+        A key is set once: raises ValueError if it is taken. Raises ObjectError if there is no room. With `verify`
+        names, the checksum covers names, dtypes and shapes alone.
         """
         ...
 

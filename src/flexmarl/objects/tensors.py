@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from flexmarl.cluster.torch_device import wait_for_copies
 from flexmarl.cluster.word_sums import BLOCK, MASK, WORD_BYTES, Sums, array_sums, factors_of, tables
 
 ALIGNMENT = 64
@@ -147,10 +148,13 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def copy_in(tree: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
-    """Copies every tensor to its view, straight from its device. The copies are contiguous."""
+    """Copies every tensor to its view, straight from its device. All are there when it returns."""
+    devices = {tensor.device for one in (tree, into) for tensor in one.values()}
     with torch.no_grad():
         for name, view in into.items():
-            view.copy_(tree[name])
+            view.copy_(tree[name], non_blocking=True)
+    for device in devices:
+        wait_for_copies(device)
 
 
 _SMALL = 1 << 16
@@ -192,7 +196,14 @@ def tree_sums(tree: Mapping[str, torch.Tensor], layout: Layout) -> Sums:
 
 
 def copy_summed(layout: Layout, source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Sums:
-    """Copies all tensors of the layout; returns the sums of the copies, each read while it is still in the cache."""
+    """Copies all tensors of the layout; returns the sums of the copies, each read while it is still in the cache.
+
+    If one side is on an accelerator, that side is summed there, in less time than the copy takes.
+    """
+    for side in (source, into):
+        if any(tensor.device.type != "cpu" for tensor in side.values()):
+            copy_in(source, into)
+            return tree_sums(side, layout)
     with torch.no_grad():
         return sum((_placed_sums(buffer, _copies(buffer, source, into)) for buffer in layout.buffers), Sums())
 

@@ -54,9 +54,9 @@ class SimulatedObjectStore:
         self._held = held
         self._latency_s, self._bytes_per_s, self._bytes_of = latency_s, bytes_per_s, bytes_of
 
-    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+    async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
         """Stores a copy at once, then waits for the transfer. Raises ValueError if the key is taken."""
-        meta = await self._held.set(key, tree)
+        meta = await self._held.set(key, tree, verify=verify)
         await self._transfer(key, tree)
         return meta
 

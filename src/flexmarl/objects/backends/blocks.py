@@ -19,7 +19,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
@@ -28,11 +28,14 @@ from uuid import uuid4
 
 import torch
 
+from flexmarl.cluster.torch_device import LockedPages
 from flexmarl.objects.tensors import Layout, views
 
 KEPT = 2
 """Blocks of one family and layout that stay: one is served while the next version is written to the other."""
 PAGE = 4096
+_WORTH_LOCKING = 1 << 20
+"""Bytes of tensors."""
 _LENGTH_BYTES = 8
 _HELD = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 
@@ -101,6 +104,7 @@ class Block:
         self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         self._map: mmap.mmap | None = None
         self._tensors: tuple[int, Layout, dict[str, torch.Tensor]] | None = None
+        self._locked: LockedPages | None = None
 
     def __del__(self) -> None:
         """Closes the file, which unlocks it unless a map of it is in use."""
@@ -150,6 +154,13 @@ class Block:
         """Makes sure of the memory: without it, a write to the map would kill the process. Raises OSError."""
         if os.fstat(self.file).st_size != num_bytes:
             os.posix_fallocate(self.file, 0, num_bytes)
+
+    def tensors_beside(self, tree: Mapping[str, torch.Tensor], header: Header) -> dict[str, torch.Tensor]:
+        """As `tensors`, to be copied from or to those of `tree`: at the full rate also if these are on CUDA."""
+        large = header.layout.num_bytes >= _WORTH_LOCKING
+        if large and self._locked is None and any(tensor.device.type == "cuda" for tensor in tree.values()):
+            self._locked = LockedPages(self.map)
+        return self.tensors(header)
 
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:
         """Views of the tensors, made once for each layout."""

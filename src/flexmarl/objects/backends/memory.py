@@ -44,11 +44,11 @@ class InlineObjectStore:
         self._thread = thread
         self._objects: dict[ObjectKey, dict[str, torch.Tensor]] = {}
 
-    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+    async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
         """Stores a copy. Raises ValueError if the key is taken."""
         if key in self._objects:
             raise ValueError(f"object '{key}' is already set; keys name immutable objects")
-        copy, digest = await self._thread.run(_copied, tree) if self._thread else _copied(tree)
+        copy, digest = await self._thread.run(_copied, tree, verify) if self._thread else _copied(tree, verify)
         if key in self._objects:
             raise ValueError(f"object '{key}' was set twice at a time; keys name immutable objects")
         self._objects[key] = copy
@@ -78,9 +78,9 @@ class InlineObjectStore:
         self._objects.pop(key, None)
 
 
-def _copied(tree: TensorTree) -> tuple[dict[str, torch.Tensor], Checksum]:
+def _copied(tree: TensorTree, verify: Verify) -> tuple[dict[str, torch.Tensor], Checksum]:
     copy = {name: tensor.detach().clone() for name, tensor in tree.items()}
-    return copy, checksum(copy)
+    return copy, checksum(copy) if verify == "full" else names_checksum(copy)
 
 
 _LONGEST_NAME = 200
@@ -118,9 +118,8 @@ class ShmObjectStore:
     async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
         """Stores a copy. Raises ValueError if the key is taken, ObjectError if there is no room or no folder.
 
-        With `verify` names, the checksum covers names, dtypes and shapes alone. When it returns, no thread holds the
-        tree: a thread keeps the arguments of its last work for a moment after the result, and in that moment a caller
-        who frees a device would leave the tree on it.
+        When it returns, no thread holds the tree: a thread keeps the arguments of its last work for a moment after the
+        result, and in that moment a caller who frees a device would leave the tree on it.
         """
         once = [tree]
         del tree
@@ -194,7 +193,7 @@ class ShmObjectStore:
 
     def _write(self, key: ObjectKey, header: Header, tree: TensorTree, verify: Verify) -> ObjectMeta:
         with self._blocks.write(header) as block:
-            digest = _copy(header.layout, tree, block.tensors(header), verify)
+            digest = _copy(header.layout, tree, block.tensors_beside(tree, header), verify)
             try:
                 os.link(block.path, self._path(key))
             except FileExistsError:
@@ -212,7 +211,7 @@ class ShmObjectStore:
         try:
             with self._blocks.read(self._path(key), key) as (block, header):
                 check_layout(header.layout, layout_of(tree))
-                return _copy(header.layout, block.tensors(header), tree, verify)
+                return _copy(header.layout, block.tensors_beside(tree, header), tree, verify)
         except FileNotFoundError:
             raise self._missing(key) from None
 

@@ -26,10 +26,10 @@ class NodeObjectStore:
     def __setstate__(self, files: NodeFiles) -> None:
         self._files, self._local = files, None
 
-    async def set(self, key: ObjectKey, tree: TensorTree) -> ObjectMeta:
+    async def set(self, key: ObjectKey, tree: TensorTree, *, verify: Verify = "full") -> ObjectMeta:
         """Stores a copy on this node. Raises ValueError if the key is taken on any node, ObjectError without room."""
         local = await self._on_node()
-        meta = await local.set(key, tree)
+        meta = await local.set(key, tree, verify=verify)
         try:
             await self._files.announce(local.file_name(key))
         except FileExistsError:

@@ -1,7 +1,7 @@
 """Rank of a place on torch: a standing process that holds the training state of one policy at a time.
 
     resume(solver)   blocks ──► device: the model, its optimiser, its gradient sums        accumulate, step, publish ...
-    suspend()        device ──► blocks, each with its digest; then the device is freed
+    suspend()        device ──► blocks, each linked once it is whole; then the device is freed
     resume(verifier) ...
 
 Blocks are objects of the run's object store, which are written again and again (objects/backends/blocks.py). The block
@@ -180,7 +180,8 @@ class RankHost:
                     key, tier = aside.blocks[kind], self._tier(aside, kind)
                     try:
                         await tier.release(key)  # A lost rank may have written it.
-                        await tier.set(key, whole)
+                        # A digest would be compared with nothing: `resume` finds the block whole, or not at all.
+                        await tier.set(key, whole, verify="names")
                     except FlexmarlError as error:
                         failed = error
         except BaseException:

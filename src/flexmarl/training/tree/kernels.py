@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -95,6 +96,8 @@ def _listed(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Te
 
 @cache
 def _compiled() -> Callable[..., object]:
+    # An open credit group goes backward through one pass twice; without this, the first time uses up what was saved.
+    functorch.donated_buffer = False
     attend = torch.compile(flex_attention, dynamic=True)
 
     # Set around every call: the limit is per thread, and activation checkpointing repeats a pass on autograd's thread.
