@@ -157,7 +157,7 @@ def parts(
             of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name], shares_base=name in others)
-            tensors = pass_of(policy.training, sizes[name])
+            tensors = pass_of(policy.training, sizes[name], settings.cluster.device)
             holes = _HEAP if settings.cluster.device == "cpu" else 1.0
             if name not in others:  # They are trained with another one, in its passes.
                 passes.append(tensors._replace(num_bytes=holes * tensors.num_bytes))
@@ -232,12 +232,13 @@ def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool) -
     yield Part("published version", published * number, "training.lora" if not size.has_adapter else "training.publish")
 
 
-def pass_of(training: TrainingSettings, size: ModelSize) -> Part:
+def pass_of(training: TrainingSettings, size: ModelSize, device: str = "cpu") -> Part:
     """The memory that a pass of `max_tokens_per_forward` tokens adds, all of which are trained."""
     tokens = training.max_tokens_per_forward
     logits, precise = tokens * size.vocabulary, max(4, BYTES[training.dtype])
     if size.is_linear and logits >= LEAN_FROM:
-        of_head = _LEAN_ARRAYS * BLOCK_LOGITS * precise
+        block = BLOCK_LOGITS["cpu" if device == "cpu" else "cuda"]
+        of_head = _LEAN_ARRAYS * min(block, logits) * precise
         of_head += size.head * precise if not size.has_adapter else 0  # Its gradient, before it is added to the others.
     else:
         of_head = _LOGIT_ARRAYS * logits * precise

@@ -25,8 +25,9 @@ from flexmarl.training.backends.causal_lm import OneDnnLinear, product
 
 LEAN_FROM = 1 << 24
 """Logits of a pass from which on it is lean: 64 MiB of float32. Below, one product less counts more than the memory."""
-BLOCK_LOGITS = 1 << 22
-"""Logits of a block: 16 MiB of float32. Far smaller blocks make slow products, larger ones are only more memory."""
+BLOCK_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Logits of a block, by the type of device: 16 and 256 MiB of float32. Far smaller blocks make slow products and, on
+CUDA, more calls than its queue can be given in time; larger ones are only more memory."""
 BLOCK_TOKENS = 4096
 """Tokens of a block. Each further block of tokens reads and writes the gradient of the head's weight once more."""
 
@@ -126,15 +127,15 @@ def lean_logprobs(
     *,
     places: Tensor | None = None,
     entropy_gradient: bool = False,
-    block: tuple[int, int] = (BLOCK_TOKENS, BLOCK_LOGITS),
+    block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `whole_logprobs` of the head's logits, from its inputs `hidden` [M, H]; no more than a block of logits exists.
 
     Gradients reach `hidden` and the head's weight and bias. `block`: most tokens of a block, and most logits.
     """
-    at = torch.arange(len(targets), device=targets.device) if places is None else places
+    most = block or (BLOCK_TOKENS, BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cpu"]))
     logprobs, entropy = _Lean.apply(  # pyright: ignore[reportGeneralTypeIssues] - torch types it as one tensor
-        hidden, head.weight, head.bias, targets, at, form, entropy_gradient, block
+        hidden, head.weight, head.bias, targets, places, form, entropy_gradient, most
     )
     return logprobs, entropy if places is None else entropy[places]
 
@@ -147,30 +148,58 @@ class _Block:
     columns: slice
     logits: Tensor
     """[m, v], in float32 or float64."""
+    own: slice | Tensor
+    """Which of the N targets have a row in the block: n of them."""
     targets: tuple[Tensor, Tensor]
-    """Row and column in the block of each of the N targets; 0 or the last for targets outside."""
+    """[n] row and [n] column in the block of each of those; 0 or the last for a column outside."""
     inside: Tensor
-    """[N] True for targets in the block."""
+    """[n] True for targets in the block."""
 
 
 def _blocks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, places: Tensor, form: HeadForm, most: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    places: Tensor | None,
+    form: HeadForm,
+    most: tuple[int, int],
 ) -> Iterator[_Block]:
     """All blocks; those of the same tokens follow one another."""
     num_tokens, num_columns = len(hidden), len(weight)
     high = min(most[0], max(num_tokens, 1))
     wide = max(1, most[1] // high)
-    for start in range(0, num_tokens, high):
+    for start, own, rows in _rows_of_blocks(num_tokens, high, places, targets.device):
         tokens = slice(start, min(start + high, num_tokens))
         for left in range(0, num_columns, wide):
             columns = slice(left, min(left + wide, num_columns))
             outputs = product(hidden[tokens], weight[columns], None if bias is None else bias[columns])
             logits = form.apply_(outputs)
-            rows, within = places - tokens.start, targets - columns.start
-            last_row, last_column = tokens.stop - tokens.start - 1, columns.stop - columns.start - 1
-            inside = (rows >= 0) & (rows <= last_row) & (within >= 0) & (within <= last_column)
-            where = rows.clamp(0, last_row), within.clamp(0, last_column)
-            yield _Block(tokens, columns, logits.to(_precise(logits.dtype)), where, inside)
+            within = targets[own] - columns.start
+            column = within.clamp(0, columns.stop - columns.start - 1)
+            yield _Block(tokens, columns, logits.to(_precise(logits.dtype)), own, (rows, column), within == column)
+
+
+def _rows_of_blocks(
+    num_tokens: int, high: int, places: Tensor | None, device: torch.device
+) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
+    """First token of each block of tokens, which targets have a row in it, and these rows, from 0.
+
+    A gradient is added to few entries of a block, each for one or some targets: CUDA's kernel, which adds in order,
+    took a fifth of a step when the targets of all blocks were added to each, with 0 for those of the others.
+    """
+    starts = range(0, num_tokens, high)
+    if places is None:
+        for start in starts:
+            end = min(start + high, num_tokens)
+            yield start, slice(start, end), torch.arange(end - start, device=device)
+        return
+    rows, order = places.sort(stable=True)
+    ends = [0, len(rows)]
+    if len(starts) > 1:
+        ends = torch.searchsorted(rows, torch.tensor([*starts, num_tokens], device=device)).tolist()
+    for start, begin, end in zip(starts, ends, ends[1:], strict=False):
+        yield start, order[begin:end], rows[begin:end] - start
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -187,7 +216,7 @@ class _Lean(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        places: Tensor,
+        places: Tensor | None,
         form: HeadForm,
         entropy_gradient: bool,
         most: tuple[int, int],
@@ -198,7 +227,7 @@ class _Lean(torch.autograd.Function):
         picked = top.new_zeros(len(targets))
         for block in _blocks(hidden, weight, bias, targets, places, form, most):
             logits, at = block.logits, block.tokens
-            picked = torch.where(block.inside, logits[block.targets], picked)
+            picked[block.own] = torch.where(block.inside, logits[block.targets], picked[block.own])
             higher = torch.maximum(top[at], logits.amax(1))
             lift = top[at] - higher
             shrink = lift.exp()
@@ -212,7 +241,7 @@ class _Lean(torch.autograd.Function):
         ctx.form, ctx.entropy_gradient, ctx.most = form, entropy_gradient, most
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return picked - log_sum[places], entropy
+        return picked - (log_sum if places is None else log_sum[places]), entropy
 
     @staticmethod
     @once_differentiable
@@ -227,7 +256,7 @@ class _Lean(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=once) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=once) if needs_bias else None
-        pull = torch.zeros_like(log_sum).index_add_(0, places, of_logprobs)
+        pull = of_logprobs if places is None else torch.zeros_like(log_sum).index_add_(0, places, of_logprobs)
         for block in _blocks(hidden, weight, bias, targets, places, ctx.form, ctx.most):
             at, columns = block.tokens, block.columns
             logits = block.logits if ctx.form.cap is None else block.logits.clone()
@@ -237,7 +266,7 @@ class _Lean(torch.autograd.Function):
                 gradient.mul_(-pull[at, None] - of_entropy[at, None] * (logprobs + entropy[at, None]))
             else:
                 gradient.mul_(-pull[at, None])
-            gradient.index_put_(block.targets, of_logprobs.where(block.inside, 0), accumulate=True)
+            gradient.index_put_(block.targets, of_logprobs[block.own].where(block.inside, 0), accumulate=True)
             gradient = ctx.form.gradient_(gradient, block.logits).to(weight.dtype)
             if d_hidden is not None:
                 d_hidden[at] += product(gradient, weight[columns].t())

@@ -2,8 +2,7 @@
 
 The rates are constants of the device type: a choice by the clock would make two runs of one seed differ in their last
 bits. Only the ratios of rates matter, and the choice is rarely close: where sharing pays at all, it mostly pays many
-times over. The CPU's rates were measured once (benchmarks/tree.py). CUDA's are derived from known numbers of an H100,
-and no GPU has checked them; benchmarks/gpu/run.py measures what they should be.
+times over. Both were measured once: the CPU's by benchmarks/tree.py, CUDA's by benchmarks/gpu/run.py on an H100.
 
 `tree_figures` reports what trees saved in a micro-batch or an update.
 """
@@ -38,10 +37,11 @@ class Rates:
 RATES: Mapping[str, Rates] = {
     # On a core with AVX-512, attention does 75 GFLOP/s and linear layers 235; a call takes about 60 us.
     "cpu": Rates(attention=3.0, call=1.5e7),
-    # Matrix products run at 400 TFLOP/s in bfloat16, attention in blocks at 200. A layer, forward and backward,
-    # is about 80 kernels of 5 us: 0.4 ms, the time of 1 800 tokens in a model of 0.5B parameters; below that a tree
-    # saves nothing. The block mask is made on the host: 1.5 ms.
-    "cuda": Rates(attention=2.0, layer=1.6e11, tree=6e11),
+    # Matrix products run at 750 TFLOP/s in bfloat16; attention in blocks is taken to be half as fast. The kernels of a
+    # layer, forward, once more and backward, were started in 6 to 9 ms, and a tree took 14 ms more, on a virtual machine
+    # whose processor was the bound; here stand 2 and 7, since a tree that saves nothing costs little, and one that was
+    # not taken may cost half of the step. 2 ms are the time of 16 000 tokens of a layer of 15M parameters.
+    "cuda": Rates(attention=2.0, layer=1.5e12, tree=5e12),
 }
 """Rates by device type."""
 MARGIN = 0.9
