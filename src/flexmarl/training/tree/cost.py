@@ -38,7 +38,7 @@ RATES: Mapping[str, Rates] = {
     # On a core with AVX-512, attention does 75 GFLOP/s and linear layers 235; a call takes about 60 us.
     "cpu": Rates(attention=3.0, call=1.5e7),
     # Matrix products run at 750 TFLOP/s in bfloat16; attention in blocks is taken to be half as fast. The kernels of a
-    # layer, forward, once more and backward, were started in 6 to 9 ms, and a tree took 14 ms more, on a virtual machine
+    # layer, forward, once more and backward, started in 6 to 9 ms, and a tree took 14 ms more, on a virtual machine
     # whose processor was the bound; here stand 2 and 7, since a tree that saves nothing costs little, and one that was
     # not taken may cost half of the step. 2 ms are the time of 16 000 tokens of a layer of 15M parameters.
     "cuda": Rates(attention=2.0, layer=1.5e12, tree=5e12),
