@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from flexmarl.assemble.residents import settle_memory
 from flexmarl.cluster.concurrency import DeviceThread
-from flexmarl.inference.interface import EngineParts, WeightedEngine, make_engine
+from flexmarl.inference.interface import EngineParts, WeightedEngine, answers_of, make_engine
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import weights_key
@@ -111,7 +111,7 @@ class Published:
             for slot in range(self._slots)
         ]
         began = time.process_time()
-        tokens = sum([len(found.response_ids) async for found in self._engines[0].generate(requests)])
+        tokens = sum([len(found.response_ids) async for found in answers_of(self._engines[0], requests)])
         return tokens / (time.process_time() - began)
 
     async def close(self) -> None:

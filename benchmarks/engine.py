@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
+from flexmarl.inference.interface import answers_of
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import FinishReason, GenerationRequest, PolicyName, Sampling
@@ -75,7 +76,7 @@ class Contenders:
             )
             for index, (prompt, length) in enumerate(zip(self.prompts, lengths, strict=True))
         ]
-        done = [generation async for generation in self.engine.generate(requests)]
+        done = [generation async for generation in answers_of(self.engine, requests)]
         assert all(generation.finish is FinishReason.LENGTH for generation in done)
         return sum(len(generation.response_ids) for generation in done)
 

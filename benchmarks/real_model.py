@@ -42,6 +42,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import ConfigError
 from flexmarl.events.run_events import StepEnded, StepStarted
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
+from flexmarl.inference.interface import answers_of
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import GenerationRequest, PolicyName, Sampling
@@ -128,7 +129,7 @@ class Replies:
             for index, prompt in enumerate(self._prompts)
         ]
         began = time.process_time()
-        done = [generation async for generation in self._engine.generate(requests)]
+        done = [generation async for generation in answers_of(self._engine, requests)]
         return sum(len(generation.response_ids) for generation in done) / (time.process_time() - began)
 
     async def close(self) -> None:

@@ -38,6 +38,7 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import EngineError
 from flexmarl.inference.backends.vllm.vllm_engine import CANARY_EVERY
+from flexmarl.inference.interface import answers_of
 from flexmarl.inference.settings import AdapterRoom, EmbeddedSettings, EngineSettings, VllmSettings
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import Checksum
@@ -93,7 +94,7 @@ class Round:
 
 async def ours(engine: Beside, requests: Sequence[GenerationRequest]) -> int:
     """Has an engine answer the requests; returns the number of sampled tokens."""
-    return sum([len(answer.response_ids) async for answer in engine.generate(requests)])
+    return sum([len(answer.response_ids) async for answer in answers_of(engine, requests)])
 
 
 async def throughput(engines: dict[str, Beside], repeats: int) -> dict[str, list[float]]:

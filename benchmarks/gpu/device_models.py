@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Co
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.torch_device import place
 from flexmarl.inference.backends.embedded.engine import EmbeddedEngine
+from flexmarl.inference.interface import answers_of
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import GenerationRequest, PolicyName, Sampling
@@ -118,7 +119,7 @@ def settings_of(dtype: Dtype) -> EmbeddedSettings:
 
 async def answers(engine: EmbeddedEngine, asked: Sequence[GenerationRequest]) -> dict[str, list[int]]:
     """The ids of each answer."""
-    return {answer.request_id: answer.response_ids.tolist() async for answer in engine.generate(asked)}
+    return {answer.request_id: answer.response_ids.tolist() async for answer in answers_of(engine, asked)}
 
 
 def on_device(model: PreTrainedModel, device: str, dtype: Dtype) -> PreTrainedModel:

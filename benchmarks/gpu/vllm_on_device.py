@@ -43,7 +43,7 @@ from common import report  # noqa: E402
 
 from flexmarl.cluster.concurrency import DeviceThread  # noqa: E402
 from flexmarl.cluster.leases import RunLeases  # noqa: E402
-from flexmarl.inference.interface import EngineParts, WeightedEngine, make_engine  # noqa: E402
+from flexmarl.inference.interface import EngineParts, WeightedEngine, answers_of, make_engine  # noqa: E402
 from flexmarl.inference.settings import VllmSettings  # noqa: E402
 from flexmarl.objects.backends.memory import ShmObjectStore  # noqa: E402
 from flexmarl.records import GenerationRequest, PolicyName, Sampling, Version  # noqa: E402
@@ -121,7 +121,7 @@ class Conversations:
                 sampling=Sampling(max_tokens=self._scale.said, temperature=0.0),
                 seed=turn,
             )
-            (answer,) = [one async for one in self._engine.generate([request])]
+            (answer,) = [one async for one in answers_of(self._engine, [request])]
             sampled += answer.response_ids.tolist()
             prompt = np.concatenate((prompt, answer.response_ids))
         return sampled

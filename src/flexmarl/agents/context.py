@@ -114,11 +114,17 @@ def forget(answer: "asyncio.Future[Generation]") -> None:
     """Ignores the answer of an interrupted call."""
 
 
+Hears = Callable[[IntArray], None]
+"""Called with the ids of an answer as they are sampled, those of its end excepted. An id that was told stays."""
+
+
 class Generate(Protocol):
     """Serves calls, any number at once. A call that cannot be served comes back with finish `error`."""
 
-    def __call__(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Awaitable[Generation]:
-        """Answers one call."""
+    def __call__(
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+    ) -> Awaitable[Generation]:
+        """Answers one call. `hears` is called if the engine and the way to it can tell what is sampled."""
         ...
 
 

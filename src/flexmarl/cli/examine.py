@@ -21,7 +21,7 @@ import numpy as np
 
 from flexmarl.agents import ChatRenderer, Generate, TeamSpec
 from flexmarl.agents.characters import character_renderer
-from flexmarl.agents.context import Interrupted, forget
+from flexmarl.agents.context import Hears, Interrupted, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
 from flexmarl.assemble.boxes import check_sandbox_of, sandbox_of
 from flexmarl.assemble.opened_gateway import server_or_refuse
@@ -299,7 +299,9 @@ def _scripted(
     `told`: what the role prompt of each agent says of its tools.
     """
 
-    async def generate(request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
+    async def generate(
+        request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+    ) -> Generation:
         renderer, max_len, length = renderers[request.policy], max_lens[request.policy], len(request.prompt_ids)
         if max_len is not None and length > max_len:
             of_tools = len(renderer.encode(told.get(request.agent, ""))) if request.agent else 0

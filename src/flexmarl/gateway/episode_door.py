@@ -36,13 +36,22 @@ from flexmarl.gateway.delivery import Deliveries, Exchange, ReplyState
 from flexmarl.gateway.dialects.base import Answer, Ask, Dialect, OfferedTool, Refused, ReplyChoice, Said, overflow
 from flexmarl.gateway.heard import SAMPLED, HeardGenerate, Replies, Voice
 from flexmarl.gateway.history import DeliveredTurn, PromptPlan, SeatHistory
-from flexmarl.gateway.reply_parts import ReplyParts, forced_words, plain_reply, read_reply
+from flexmarl.gateway.reply_parts import (
+    ReplyParts,
+    certain,
+    certain_of_plain,
+    forced_words,
+    plain_reply,
+    read_reply,
+)
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn
 
 MOST_VOICES = 64
 """Most sets of tools that the seats of one episode may offer: each has a renderer of its own."""
 
+TAIL = 8
+"""Tokens at the end of a prompt in which a template may begin a thought."""
 WIRE_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 """The beginnings that the dialects write before the name of a reply, as its id."""
 
@@ -50,6 +59,19 @@ WIRE_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 def episode_ended() -> Refused:
     """The refusal of a request that comes after the end of its episode."""
     return Refused("the episode has ended", status=410, code="episode_ended")
+
+
+def _answer(replies: Replies, choices: tuple[ReplyChoice, ...]) -> Answer:
+    plan = replies.plan
+    return Answer(
+        name=replies.name,
+        model=replies.ask.model or replies.seat,
+        choices=choices,
+        prompt_tokens=len(plan.ids),
+        reused_tokens=plan.parent.length if plan.parent else 0,
+        created=replies.created,
+        prompt_ids=tuple(plan.ids.tolist()) if replies.ask.ids else (),
+    )
 
 
 class Runner(Protocol):
@@ -331,9 +353,12 @@ class EpisodeDoor:
         plan, begun, hidden, voice = self._prompt(seat, ask, session)
         if begun:
             plan = replace(plan, ids=self._begun_ids(seat, ask, plan, begun))
-        replies = Replies(
-            exchange, ask, seat, voice, plan, begun, hidden, f"{self._context.trajectory_id}-{exchange.number}"
-        )
+        name = f"{self._context.trajectory_id}-{exchange.number}"
+        replies = Replies(exchange, ask, seat, voice, plan, begun, hidden, name)
+        replies.created = int(asyncio.get_running_loop().time())
+        if ask.prompt is None:
+            before = voice.caller.text_of(plan.ids[-TAIL:]) + begun[:hidden]
+            replies.opened = before.rstrip().endswith("<think>")
         most, limit = self._max_tokens(replies), self._limits.get(voice.spec.policy)
         if limit is not None and len(plan.ids) + most > limit:
             raise overflow(len(plan.ids), most, limit)
@@ -423,18 +448,31 @@ class EpisodeDoor:
             raise
         self.deliveries.finished(replies.exchange)
         if not replies.answer.done():
-            ids = tuple(replies.plan.ids.tolist()) if replies.ask.ids else ()
-            replies.answer.set_result(
-                Answer(
-                    name=replies.name,
-                    model=replies.ask.model or replies.seat,
-                    choices=drawn,
-                    prompt_tokens=len(replies.plan.ids),
-                    reused_tokens=replies.plan.parent.length if replies.plan.parent else 0,
-                    created=int(asyncio.get_running_loop().time()),
-                    prompt_ids=ids,
-                )
-            )
+            replies.answer.set_result(_answer(replies, drawn))
+
+    def so_far(self, replies: Replies) -> Answer:
+        """What is certain of the only reply to a request while it is sampled; it says nothing of how it ends."""
+        ask, text = replies.ask, replies.voice.caller.text_of(np.asarray(replies.told, np.int32))
+        if ask.prompt is not None:
+            found = certain_of_plain(text, ask.stop)
+        else:
+            found = certain(text, **self._reading(replies))
+        choice = ReplyChoice(text=found.text, thought=found.thought, signature=self._signature(replies.hop))
+        return _answer(replies, (choice,))
+
+    def _reading(self, replies: Replies) -> dict[str, Any]:
+        """How a sampled text is read."""
+        return {
+            "begun": replies.begun,
+            "hidden": replies.hidden,
+            "opened": replies.opened,
+            "tools": replies.ask.tools,
+            "syntax": replies.voice.spec.syntax,
+            "stop": replies.ask.stop,
+        }
+
+    def _signature(self, hop: int) -> str:
+        return f"turn_{hop}_{self._secret}"
 
     async def _drawn(self, replies: Replies, tags: Mapping[str, Scalar]) -> tuple[ReplyChoice, ...]:
         """Samples all replies at the same time."""
@@ -460,14 +498,7 @@ class EpisodeDoor:
         parts = (
             plain_reply(call.text, ask.stop)
             if ask.prompt is not None
-            else read_reply(
-                call.text,
-                begun=replies.begun,
-                hidden=replies.hidden,
-                tools=ask.tools,
-                syntax=voice.spec.syntax,
-                stop=ask.stop,
-            )
+            else read_reply(call.text, **self._reading(replies))
         )
         turn = await voice.caller.record(call, valid=not parts.faulty, known=False)
         self._ledger.note(turn, found(format_error=parts.faulty))
@@ -488,7 +519,7 @@ class EpisodeDoor:
                 )
                 for place, one in enumerate(parts.calls)
             ),
-            signature=f"turn_{turn.hop}_{self._secret}",
+            signature=self._signature(turn.hop),
             finish="length" if turn.finish is FinishReason.LENGTH else "stop",
             stopped_by=parts.stopped_by,
             tokens=len(ids),

@@ -13,14 +13,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from flexmarl.agents.caller import AgentSpec, Caller
-from flexmarl.agents.context import Generate, Interrupted, forget
+from flexmarl.agents.context import Generate, Hears, Interrupted, forget
 from flexmarl.errors import EngineError
 from flexmarl.gateway.account import Account
 from flexmarl.gateway.delivery import Exchange
 from flexmarl.gateway.dialects.base import Answer, Ask, Refused, ReplyChoice
 from flexmarl.gateway.history import PromptPlan
 from flexmarl.gateway.reply_parts import ReplyParts
-from flexmarl.records import AgentName, Generation, GenerationRequest, SampleId, Turn
+from flexmarl.records import AgentName, Generation, GenerationRequest, IntArray, SampleId, Turn
+from flexmarl.records.ids import split_sample_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,28 @@ class Replies:
     """The turn of each choice, once its row is stored."""
     parts: dict[int, tuple[ReplyParts, ReplyChoice]] = field(default_factory=dict)
     error: str = ""
+    opened: bool = False
+    """True if the prompt has begun a thought."""
+    created: int = 0
+    """The event loop's time at which it was asked for, in seconds."""
+    hop: int = 0
+    """Number of its call in the episode, if somebody reads along."""
+    told: list[int] = field(default_factory=list)
+    """Ids that were sampled so far, if somebody reads along."""
+    _news: "asyncio.Future[None] | None" = None
+
+    def hear(self, ids: IntArray) -> None:
+        """Adds ids that were sampled, and wakes those who read along."""
+        self.told.extend(ids.tolist())
+        if self._news is not None:
+            self._news.set_result(None)
+            self._news = None
+
+    def news(self) -> "asyncio.Future[None]":
+        """Done at the next `hear`."""
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+        return self._news
 
     def refuse(self, refused: Refused) -> None:
         """Ends the wait of its clients with an error."""
@@ -73,8 +96,10 @@ class HeardGenerate:
         self.left: dict[SampleId, asyncio.Future[Generation]] = {}
         """Calls that were given up; each future will soon hold the sampled tokens."""
 
-    async def __call__(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
-        """Serves one call."""
+    async def __call__(
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+    ) -> Generation:
+        """Serves one call. A client that wants a stream of one reply reads along."""
         sample_id, choice = SampleId(request.request_id), SAMPLED.get()
         assert choice is not None, "only the replies of a door call through it"
         self.sent[sample_id] = choice
@@ -83,7 +108,10 @@ class HeardGenerate:
             self.left[sample_id] = answer
             interrupted(answer)
 
-        generation = await self._generate(request, interrupted=left)
+        replies, _ = choice
+        if replies.ask.stream and replies.ask.n == 1:
+            replies.hop, hears = split_sample_id(sample_id)[1], replies.hear
+        generation = await self._generate(request, interrupted=left, hears=hears)
         self._account.sampled[sample_id] = len(generation.response_ids)
         return generation
 

@@ -10,8 +10,9 @@ call is left out of the reply; it stays in the turn, and in the prompt of a turn
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from flexmarl.agents.chat import SaidCall, spoken_from
+from flexmarl.agents.chat import SaidCall
 from flexmarl.agents.extension import Message
 from flexmarl.gateway.dialects.base import OfferedTool, Refused, Said
 from flexmarl.tools import Found, TagSyntax, ToolCall
@@ -19,6 +20,9 @@ from flexmarl.tools.arguments import BadArguments, fitted
 from flexmarl.tools.syntax import Syntax
 
 _PROBE = ToolCall("zqxname", {})
+_OPENING, _CLOSING = "<think>", "</think>"
+_HALF = "\ufffd"
+"""What a decoder writes for a character whose bytes have not all come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +44,103 @@ def read_reply(
     *,
     begun: str = "",
     hidden: int = 0,
+    opened: bool = False,
     tools: Sequence[OfferedTool] = (),
     syntax: Syntax | None = None,
     stop: Sequence[str] = (),
 ) -> ReplyParts:
     """Reads a sampled text. `begun`: words before it that were given to the model; the first `hidden` characters of the
-    whole are not delivered. `stop`: the client's stop texts, which the reply does not hold."""
+    whole are not delivered. `opened`: the prompt has begun a thought. `stop`: the client's stop texts, which the reply
+    does not hold."""
     text, stopped_by = _stopped(text, stop)
-    whole = begun + text
-    begin = max(hidden, spoken_from(whole))
-    thought = whole[hidden:begin].removesuffix("</think>").strip().removeprefix("<think>").strip()
-    spoken = whole[begin:].lstrip("\n") if begin > hidden else whole[begin:]
-    found = syntax.parse(whole[begin:]) if tools and syntax else ()
+    whole = (begun + text)[hidden:]
+    thought, begin = _thought(whole, opened=opened)
+    spoken = whole[begin:]
+    found = syntax.parse(spoken) if tools and syntax else ()
     calls = _objects(found, {tool.name: tool for tool in tools})
     if not found or calls is None:
         return ReplyParts(text=spoken, thought=thought, stopped_by=stopped_by, faulty=bool(found))
-    prose = whole[begin : begin + calls[0].start].strip()
+    prose = spoken[: calls[0].start].rstrip()
     return ReplyParts(text=prose, thought=thought, calls=tuple(calls), stopped_by=stopped_by)
+
+
+def _thought(whole: str, *, opened: bool) -> tuple[str, int]:
+    """The thought that a reply begins with, and the place behind it. One that has not ended has no place behind it.
+
+    What the prompt has `opened` and the reply never ends was no thought: many a model writes none.
+    """
+    if not (whole.lstrip().startswith(_OPENING) or (opened and _CLOSING in whole)):
+        return "", 0
+    inner, _, rest = whole.partition(_CLOSING)
+    return _bare(inner), len(whole) - len(rest.lstrip("\n"))
+
+
+def _bare(inner: str) -> str:
+    return inner.strip().removeprefix(_OPENING).strip()
+
+
+class Certain(NamedTuple):
+    """The beginnings of a reply's thought and text."""
+
+    thought: str = ""
+    text: str = ""
+
+
+def certain(
+    text: str,
+    *,
+    begun: str = "",
+    hidden: int = 0,
+    opened: bool = False,
+    tools: Sequence[OfferedTool] = (),
+    syntax: Syntax | None = None,
+    stop: Sequence[str] = (),
+) -> Certain:
+    """What of a reply is certain when so much of it was sampled: whatever follows, `read_reply` finds what begins so.
+
+    Held back is what may be the beginning of a stop text, a mark of a thought or a call, or of half a character, and
+    white space that may be at the end.
+
+    >>> certain("<think>12 dozen</th"), certain("<think>12 dozen</think>I look <tool")
+    (Certain(thought='12 dozen', text=''), Certain(thought='12 dozen', text='I look <tool'))
+    """
+    text, stopped_by = _stopped(text.rstrip(_HALF), stop)
+    whole = (begun + (text if stopped_by else _without_beginning_of(stop, text)))[hidden:]
+    lead, (inner, closed, rest) = whole.lstrip(), whole.partition(_CLOSING)
+    if closed and (opened or lead.startswith(_OPENING)):
+        thought, spoken = _bare(inner), rest.lstrip("\n")
+    elif lead.startswith(_OPENING):
+        return Certain(_bare(_without_beginning_of((_CLOSING,), inner)))
+    elif opened or _OPENING.startswith(lead):
+        return Certain()
+    else:
+        thought, spoken = "", whole
+    if tools and syntax:
+        spoken = _before_a_call(spoken, syntax)
+    return Certain(thought, spoken)
+
+
+def certain_of_plain(text: str, stop: Sequence[str] = ()) -> Certain:
+    """The same for `plain_reply`."""
+    text, stopped_by = _stopped(text.rstrip(_HALF), stop)
+    return Certain(text=text if stopped_by else _without_beginning_of(stop, text))
+
+
+def _before_a_call(spoken: str, syntax: Syntax) -> str:
+    """The text before all that may be a call. Only in the syntax of tags can one be told from its first characters."""
+    if not isinstance(syntax, TagSyntax):
+        return ""
+    before, found, _ = spoken.partition(syntax.opening)
+    return (before if found else _without_beginning_of((syntax.opening,), before)).rstrip()
+
+
+def _without_beginning_of(marks: Sequence[str], text: str) -> str:
+    """The text without what may be the beginning of one of these, at its end."""
+    longest = max(map(len, marks), default=0)
+    for size in range(min(len(text), longest - 1), 0, -1):
+        if any(len(mark) > size and mark.startswith(text[-size:]) for mark in marks):
+            return text[:-size]
+    return text
 
 
 def plain_reply(text: str, stop: Sequence[str] = ()) -> ReplyParts:

@@ -14,7 +14,7 @@ unblocked by the reply, the client that goes, or the end of the episode
 import asyncio
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ from flexmarl.errors import described
 from flexmarl.events.safe_json import parse_json
 from flexmarl.gateway.addresses import DoorAddress, address_of, check_caller, check_origin, seat_of
 from flexmarl.gateway.dialects import DIALECTS, Dialect
-from flexmarl.gateway.dialects.base import Answer, Ask, Refused, by_words
+from flexmarl.gateway.dialects.base import Ask, Frame, Refused
 from flexmarl.gateway.driving import EpisodesApp
 from flexmarl.gateway.episode_door import EpisodeDoor
 from flexmarl.gateway.heard import Replies
 from flexmarl.gateway.openapi import description
 from flexmarl.gateway.sessions import Sessions
-from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse
+from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse, Sending
 
 COUNT = "messages/count_tokens"
 
@@ -135,7 +135,7 @@ class DoorApp:
         with _served(door, replies) as sent:
             async with client.watched():
                 if ask.stream:
-                    await self._stream(dialect, ask, replies, client, EventResponse(send), sent)
+                    await self._stream(door, dialect, replies, client, send, sent)
                 else:
                     await self._whole(dialect, ask, replies, client, send, sent)
 
@@ -154,29 +154,41 @@ class DoorApp:
         sent.all = status == 200 and not client.is_gone
 
     async def _stream(
-        self, dialect: Dialect, ask: Ask, replies: Replies, client: Client, stream: EventResponse, sent: "HandedOver"
+        self, door: EpisodeDoor, dialect: Dialect, replies: Replies, client: Client, send: Send, sent: "HandedOver"
     ) -> None:
+        ask, stream = replies.ask, EventResponse(send)
         await stream.start()
-        wait_s = min(FIRST_BEAT_S, self._settings.heartbeat_s)
-        while not await client.waits_for(replies.answer, wait_s):
+        sending, read, clock = Sending(dialect, ask), 0, asyncio.get_running_loop().time
+        beat_at = clock() + min(FIRST_BEAT_S, self._settings.heartbeat_s)
+        while not await client.waits_for(replies.answer, max(0.0, beat_at - clock()), replies.news()):
             if client.is_gone:
                 return
-            await stream.write(dialect.heartbeat)
-            wait_s = self._settings.heartbeat_s
+            frames: list[Frame] = []
+            if read < len(replies.told):
+                read, frames = len(replies.told), sending.more(door.so_far(replies))
+            if not await self._send(frames, client, stream, sent):
+                return
+            if not frames and clock() >= beat_at:
+                await stream.write(dialect.heartbeat)
+            if frames or clock() >= beat_at:
+                beat_at = clock() + self._settings.heartbeat_s
         try:
-            answer: Answer = replies.answer.result()
+            frames = sending.rest(replies.answer.result())
         except Refused as refused:
             await stream.write(dialect.error_frame(refused), last=True)
             return
-        frames = [*dialect.frames(ask, answer, by_words)]
-        for frame in frames[:-1]:
-            if client.is_gone:
-                return
-            await stream.write(frame.text)
-            sent.characters += frame.characters
-        if not client.is_gone:
+        if await self._send(frames[:-1], client, stream, sent) and not client.is_gone:
             await stream.write(frames[-1].text, last=True)
             sent.all = not client.is_gone
+
+    async def _send(self, frames: Sequence[Frame], client: Client, stream: EventResponse, sent: "HandedOver") -> bool:
+        """Sends frames; returns False if the client has gone."""
+        for frame in frames:
+            if client.is_gone:
+                return False
+            await stream.write(frame.text)
+            sent.characters += frame.characters
+        return True
 
 
 class HandedOver:

@@ -2,6 +2,7 @@
 
 Client    says whether the client is still there
 EventResponse    a response of events, from its start to the last frame
+Sending    decides which frames of a reply may be sent while it is sampled
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from flexmarl.cluster.concurrency import task_block
-from flexmarl.gateway.dialects.base import Refused
+from flexmarl.gateway.dialects.base import Answer, Ask, Cut, Dialect, Frame, Refused, ReplyChoice, by_words
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -64,9 +65,14 @@ class Client:
         if not self.gone.done():
             self.gone.set_result(None)
 
-    async def waits_for(self, answer: "asyncio.Future[T]", seconds: float | None = None) -> bool:
-        """Waits until the answer is there, the client is gone, or the time is over. True if the answer is there."""
-        await asyncio.wait([answer, self.gone], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    async def waits_for(
+        self, answer: "asyncio.Future[T]", seconds: float | None = None, *others: "asyncio.Future[None]"
+    ) -> bool:
+        """Waits until the answer is there, the client is gone, the time is over, or one of the others is done.
+
+        True if the answer is there.
+        """
+        await asyncio.wait([answer, self.gone, *others], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return answer.done()
 
 
@@ -90,3 +96,50 @@ class EventResponse:
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": not last})
         if not last:
             await asyncio.sleep(0)  # A disconnect that has come is seen before the next frame.
+
+
+class Sending:
+    """Decides which frames of an answer may be sent while its only reply is sampled.
+
+    A dialect makes all frames of what is certain; sent are those up to the last one that holds a part of the reply. At
+    the end it makes those of the whole: the first ones are those that were sent, cut where they were.
+    """
+
+    def __init__(self, dialect: Dialect, ask: Ask) -> None:
+        self._dialect, self._ask = dialect, ask
+        self._pieces: dict[str, list[str]] = {"thought": [], "text": []}
+        self._sent = 0
+
+    def more(self, so_far: Answer) -> list[Frame]:
+        """The frames that may follow those that were sent. Parts of later answers begin with those of earlier ones."""
+        (choice,) = so_far.choices
+        new = False
+        for name, pieces in self._pieces.items():
+            whole, before = getattr(choice, name), sum(map(len, pieces))
+            if len(whole) > before:
+                pieces.append(whole[before:])
+                new = True
+        if not new:
+            return []
+        frames = [*self._dialect.frames(self._ask, so_far, self._cut(choice))]
+        end = max((place for place, frame in enumerate(frames) if frame.characters), default=-1) + 1
+        self._sent, begin = max(end, self._sent), self._sent
+        return frames[begin:end]
+
+    def rest(self, answer: Answer) -> list[Frame]:
+        """The frames that are left. Raises Refused if the answer does not begin with what was sent."""
+        if not self._sent:
+            return [*self._dialect.frames(self._ask, answer, by_words)]
+        (choice,) = answer.choices
+        if not all(getattr(choice, name).startswith("".join(pieces)) for name, pieces in self._pieces.items()):
+            raise Refused("the tokenizer spells the beginning of the reply otherwise now", status=500, code="torn")
+        return [*self._dialect.frames(self._ask, answer, self._cut(choice))][self._sent :]
+
+    def _cut(self, choice: ReplyChoice) -> Cut:
+        """Cuts thought and text where they were cut before. A dialect gives them as they are in the choice."""
+
+        def cut(text: str) -> list[str]:
+            before = next((pieces for name, pieces in self._pieces.items() if getattr(choice, name) is text), [])
+            return [*before, *by_words(text[sum(map(len, before)) :])]
+
+        return cut

@@ -8,7 +8,9 @@
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import cast
 
 import numpy as np
@@ -18,7 +20,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.serving_events import Called
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, InferenceEngine, WeightedEngine
 from flexmarl.objects.interface import Checksum
-from flexmarl.records import Generation, GenerationRequest, InstanceId, Version, VersionRun, WorkerId
+from flexmarl.records import Generation, GenerationRequest, InstanceId, IntArray, Version, VersionRun, WorkerId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +100,16 @@ class Call:
     """True while the call is in the line."""
     part: Generation | None = None
     """Tokens that earlier instances sampled for the answer."""
+    hears: Callable[[IntArray], None] | None = None
+    """Gets the tokens of the answer as they are sampled, but for those of its end."""
+    told: list[Generation] = field(default_factory=list)
+    """What `instance` has told of its answer so far."""
+
+    def tell(self, part: Generation) -> None:
+        """Adds tokens that were sampled to those that the caller has heard. From now on they stay."""
+        if self.hears is not None and not self.answer.done():
+            self.told.append(part)
+            self.hears(part.response_ids)
 
     def end(self, generation: Generation) -> None:
         """Gives the caller the whole answer: earlier parts, then `generation`. Ignored if the answer is done."""
@@ -106,8 +118,17 @@ class Call:
 
     def keep(self, part: Generation) -> None:
         """Keeps a part of the answer: the request then asks another instance for the rest."""
+        heard = sum(len(one.response_ids) for one in self.told)
+        if self.hears is not None and heard < len(part.response_ids):
+            self.hears(part.response_ids[heard:])
+        self.told.clear()
         self.request = rest_of(self.request, part)
         self.part = self.whole(part)
+
+    def keep_told(self) -> None:
+        """Keeps what was told of an answer whose instance is lost."""
+        if self.told:
+            self.keep(reduce(joined, self.told))
 
     def whole(self, generation: Generation) -> Generation:
         """Earlier parts of the answer, joined with `generation`."""

@@ -19,7 +19,7 @@ from flexmarl.events.event import Events
 from flexmarl.inference.calls import Call, Instance, Line
 from flexmarl.inference.instances import Instances, Start
 from flexmarl.inference.interface import FIRST_VERSION
-from flexmarl.records import FinishReason, Generation, InstanceId, unserved
+from flexmarl.records import FinishReason, Generation, InstanceId, Progress, unserved
 
 NOT_OPEN = "the pool is not open; requests need `async with pool.open():` around them"
 
@@ -114,6 +114,10 @@ class Dispatch:
         try:
             if not instance.hands_over:
                 async for generation in instance.engine.generate([call.request for call in undone.values()]):
+                    if isinstance(generation, Progress):
+                        await instance.acknowledged(generation.part)
+                        undone[generation.request_id].tell(generation.part)
+                        continue
                     await instance.acknowledged(generation)
                     self._answered(undone.pop(generation.request_id), generation)
                 if undone:
@@ -126,6 +130,7 @@ class Dispatch:
         """Puts the calls that an instance did not answer back into the line."""
         for call in undone.values():
             self._freed(call)
+            call.keep_told()
             self.add(call)
 
     def _answered(self, call: Call, generation: Generation) -> None:

@@ -2,14 +2,15 @@
 
 import pkgutil
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.settings import EngineSettings
 from flexmarl.objects.interface import Checksum, ObjectStore
 from flexmarl.objects.settings import Verify
-from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Version
+from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Progress, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class InferenceEngine(Protocol):
     EngineError.
     """
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Yields one Generation per request, in completion order."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+        """Yields one Generation per request, in completion order; before it, perhaps Progress of one that `streams`."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -68,6 +69,14 @@ class InferenceEngine(Protocol):
     async def close(self) -> None:
         """Aborts running requests and frees the device. A second call does nothing."""
         ...
+
+
+async def answers_of(engine: InferenceEngine, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+    """The answers alone, without their progress."""
+    async with aclosing(cast(Any, engine.generate(requests))) as found:
+        async for one in found:
+            if isinstance(one, Generation):
+                yield one
 
 
 class WeightedEngine(InferenceEngine, Protocol):

@@ -46,6 +46,8 @@ class GenerationRequest:
     """Number of response tokens at the end of `prompt_ids` that another instance sampled. The random stream continues
     at this position, a stop string may begin in these tokens, and `sampling.max_tokens` counts only the tokens still to
     sample."""
+    streams: bool = False
+    """True: somebody reads along. An engine that can yields Progress while it samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,15 @@ class Generation:
     reused_tokens: int = 0
     """Number of prompt tokens whose keys and values were kept from an earlier call."""
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Tokens of an answer that goes on. An engine never yields the last ones of an answer so."""
+
+    request_id: str
+    part: Generation
+    """What was sampled since the request's last progress, its version runs included; its `finish` says nothing."""
 
 
 def unserved(request: GenerationRequest, version: Version, finish: FinishReason, error: str = "") -> Generation:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flexmarl.agents import Generate
-from flexmarl.agents.context import Interrupted, forget
+from flexmarl.agents.context import Hears, Interrupted, forget
 from flexmarl.errors import EpisodeError
 from flexmarl.records import Generation, GenerationRequest, PolicyName
 
@@ -107,7 +107,9 @@ class EpisodeCalls:
         """Seconds since the last call ended, or since the start; 0 while one is under way."""
         return 0.0 if self._cuts else asyncio.get_running_loop().time() - self._idle_since
 
-    async def send(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
+    async def send(
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+    ) -> Generation:
         """Sends one call, once it may be sent. Raises EpisodeError if the episode ends before the answer."""
         if self._closed:
             await refuse_late(request.request_id)
@@ -120,7 +122,7 @@ class EpisodeCalls:
                     if held is not None:
                         with self._limit.paused():
                             await held
-                    return await self._generate(request, interrupted=interrupted)
+                    return await self._generate(request, interrupted=interrupted, hears=hears)
                 finally:
                     del self._cuts[cut]
                     self._idle_since = asyncio.get_running_loop().time()
@@ -178,14 +180,21 @@ class Lockstep:
             self._advance()
 
     async def _call(
-        self, episode: object, generate: Generate, request: GenerationRequest, /, *, interrupted: Interrupted = forget
+        self,
+        episode: object,
+        generate: Generate,
+        request: GenerationRequest,
+        /,
+        *,
+        interrupted: Interrupted = forget,
+        hears: Hears | None = None,
     ) -> Generation:
         call = _Call(episode, request.policy)
         self._waiting.append(call)
         self._advance()
         try:
             await call.turn
-            return await generate(request, interrupted=interrupted)
+            return await generate(request, interrupted=interrupted, hears=hears)
         finally:
             self._end(call)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from flexmarl.agents import Team, TeamSpec, Workflow
-from flexmarl.agents.context import Interrupted, forget
+from flexmarl.agents.context import Hears, Interrupted, forget
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.cluster.host import ErrorWithoutInit, portable
 from flexmarl.cluster.proxy import sends
@@ -276,8 +276,10 @@ class EpisodeLink:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._held: dict[int, AbstractContextManager[None]] = {}
 
-    async def generate(self, request: GenerationRequest, /, *, interrupted: Interrupted = forget) -> Generation:
-        """Asks the controller for a call."""
+    async def generate(
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+    ) -> Generation:
+        """Asks the controller for a call. Nothing is heard before its answer."""
         number, answer = self.ask(request)
         try:
             return await asyncio.shield(answer)

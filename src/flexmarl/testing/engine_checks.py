@@ -10,13 +10,14 @@ Both raise AssertionError with the broken clause of the contract. Pass `publish`
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import cast
 
 import numpy as np
 
 from flexmarl.errors import EngineError
-from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine
+from flexmarl.inference.calls import joined
+from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine, answers_of
 from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
     FinishReason,
@@ -24,6 +25,7 @@ from flexmarl.records import (
     GenerationRequest,
     IntArray,
     PolicyName,
+    Progress,
     Sampling,
     Version,
     VersionRun,
@@ -62,6 +64,7 @@ async def check_inference_engine(
         check.answers_a_bad_request_with_an_error,
         check.stops_at_ids,
         check.aborts,
+        check.tells_what_it_samples,
         check.says_what_it_can_do,
         check.survives_a_reader_that_leaves,
         check.reports_its_load,
@@ -188,12 +191,33 @@ class _Check:
         assert cut.response_ids.tolist() == ids[:end], f"the stop string {stop!r} must end the response"
         assert cut.finish is FinishReason.STOP, f"finish must be stop, got {cut.finish}"
 
+    async def tells_what_it_samples(self, engine: InferenceEngine) -> None:
+        """What is told of a request that streams is the beginning of its answer, without its last token."""
+        telling, silent = replace(self._request("telling", max_tokens=12), streams=True), self._request("silent")
+        parts: list[Generation] = []
+        answers: dict[str, Generation] = {}
+        async for found in engine.generate([telling, silent]):
+            if isinstance(found, Progress):
+                assert found.request_id == "telling" not in answers, f"nobody reads {found.request_id} along any more"
+                parts.append(found.part)
+            else:
+                answers[found.request_id] = found
+        assert answers.keys() == {"telling", "silent"}, "both must be answered"
+        if not parts:
+            return
+        told, whole = reduce(joined, parts), answers["telling"]
+        size = len(told.response_ids)
+        assert 0 < size < len(whole.response_ids), "the last token comes with the answer"
+        for name in ("response_ids", "logprobs", "raw_logprobs"):
+            assert np.array_equal(getattr(told, name), getattr(whole, name)[:size]), f"{name} that were told differ"
+        assert all(len(part.response_ids) for part in parts), "progress without tokens is none"
+
     async def aborts(self, engine: InferenceEngine) -> None:
         """An aborted request is answered with the tokens sampled so far. Unknown ids are ignored."""
         await engine.abort(["nobody"])
         got: list[Generation] = []
         requests = [self._request("long", max_tokens=64), self._request("short", max_tokens=3)]
-        async for generation in engine.generate(requests):
+        async for generation in answers_of(engine, requests):
             got.append(generation)
             await engine.abort(["long", "short"])
         assert [g.request_id for g in got] == ["short", "long"], "both must be answered"
@@ -337,7 +361,7 @@ class _Check:
         await weighted.sleep()
         await weighted.sleep()
         requests = [self._request("late"), self._request("aborted", max_tokens=64)]
-        late = engine.generate(requests)
+        late = answers_of(engine, requests)
         reader = asyncio.ensure_future(anext(late))
         for _ in range(100):  # An engine whose tokens take no time needs turns of the event loop.
             await asyncio.sleep(long_enough_s / 100)
@@ -401,4 +425,4 @@ class _Check:
         )
 
     async def _all(self, engine: InferenceEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return [generation async for generation in engine.generate(requests)]
+        return [generation async for generation in answers_of(engine, requests)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexmarl.analysis.costs import TrainerCosts
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import CheckpointError, StoreError, TrainingError
-from flexmarl.inference.interface import InferenceEngine
+from flexmarl.inference.interface import InferenceEngine, answers_of
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, ObjectStore, checksum, weights_key
 from flexmarl.records import (
@@ -58,7 +58,7 @@ async def agreement(engine: InferenceEngine, trainer: Trainer, requests: Sequenc
     Both must hold the same weights. At temperature 1 and without filters, both describe one distribution.
     """
     by_id = {request.request_id: request for request in requests}
-    played = [generation async for generation in engine.generate(requests)]
+    played = [generation async for generation in answers_of(engine, requests)]
     samples = [sample_of(by_id[generation.request_id], generation) for generation in played]
     batch = MicroBatch(micro_batch_id="agreement", policy=requests[0].policy, samples=tuple(samples))
     theirs = np.concatenate(await trainer.logprobs(batch))

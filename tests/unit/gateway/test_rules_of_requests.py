@@ -98,16 +98,18 @@ def test_a_call_has_one_fate():
 
 
 @pytest.mark.parametrize(
-    ("text", "thought", "said"),
+    ("text", "opened", "thought", "said"),
     [
-        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
-        ("hm\n</think>\n\nyes", "hm", "yes"),  # The template began the thought.
-        ("<think>\nhm", "hm", ""),
-        ("yes", "", "yes"),
+        ("<think>\nhm\n</think>\n\nyes", False, "hm", "yes"),
+        ("hm\n</think>\n\nyes", True, "hm", "yes"),  # The template began the thought.
+        ("<think>\nhm", False, "hm", ""),
+        ("hm", True, "", "hm"),  # The model does not think.
+        ("yes", False, "", "yes"),
+        ("a </think> is no thought", False, "", "a </think> is no thought"),
     ],
 )
-def test_a_thought_is_no_part_of_the_text(text, thought, said):
-    parts = read_reply(text)
+def test_a_thought_is_no_part_of_the_text(text, opened, thought, said):
+    parts = read_reply(text, opened=opened)
     assert (parts.thought, parts.text) == (thought, said)
 
 

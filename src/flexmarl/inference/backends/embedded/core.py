@@ -46,6 +46,7 @@ from flexmarl.records import (
     Generation,
     GenerationRequest,
     IntArray,
+    Progress,
     Version,
     VersionRun,
     unserved,
@@ -91,6 +92,8 @@ class _Work:
     """It has waited a step for another request that computes its prompt."""
     known: Sequence[int] = ()
     """Tokens that it begins with, whatever is drawn; they are no part of its Generation."""
+    told: int = 0
+    """Tokens that were sampled and told of, the known ones included; 0 before the first."""
 
     @classmethod
     def new(cls, request: GenerationRequest, age: int, *, one_by_one: bool) -> "_Work":
@@ -568,8 +571,32 @@ class EngineCore:
             self._ledger.release(work.blocks)
         return self._generation(work, sampled, finish, error)
 
-    def _generation(self, work: _Work, sampled: _Sampled, finish: FinishReason, error: str = "") -> Generation:
-        known = len(work.known)
+    @property
+    def has_news(self) -> bool:
+        """True if the first tokens of a request that streams can be told."""
+        count = self._rows.count
+        return any(
+            work.request.streams and not work.told and count[row] > len(work.known)
+            for row, work in enumerate(self._running)
+        )
+
+    def progress(self) -> list[Progress]:
+        """What was sampled for the running requests that stream since this was last called."""
+        found: list[Progress] = []
+        for row, work in enumerate(self._running):
+            told = max(work.told, len(work.known))
+            if work.request.streams and self._rows.count[row] > told:
+                sampled = self._rows.sampled(row)
+                work.told = len(sampled.ids)
+                part = self._generation(work, sampled, FinishReason.ABORT, after=told)
+                found.append(Progress(request_id=work.request.request_id, part=part))
+        return found
+
+    def _generation(
+        self, work: _Work, sampled: _Sampled, finish: FinishReason, error: str = "", *, after: int | None = None
+    ) -> Generation:
+        """The answer to a request, or what follows its first `after` tokens."""
+        known = len(work.known) if after is None else after
         ids, logprobs, raw = (part[known:] for part in (sampled.ids, sampled.logprobs, sampled.raw_logprobs))
         runs = {max(0, version.start - known): version.version for version in work.versions}  # The last of equal ones.
         versions = [

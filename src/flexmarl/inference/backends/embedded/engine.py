@@ -26,9 +26,18 @@ from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities, Engi
 from flexmarl.inference.settings import EmbeddedSettings, EngineSettings
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, TensorTree, weights_key
 from flexmarl.objects.settings import Verify
-from flexmarl.records import EngineUse, FinishReason, Generation, GenerationRequest, PolicyName, Version, unserved
+from flexmarl.records import (
+    EngineUse,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PolicyName,
+    Progress,
+    Version,
+    unserved,
+)
 
-_Answers = asyncio.Queue[Generation | EngineError]
+_Answers = asyncio.Queue[Generation | Progress | EngineError]
 
 
 class EmbeddedEngine:
@@ -91,8 +100,8 @@ class EmbeddedEngine:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Yields one Generation per request, in completion order."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+        """Yields one Generation per request, in completion order; Progress of those that stream after every turn."""
         if self._closed:
             raise EngineError(self._closed)
         answers: _Answers = asyncio.Queue()
@@ -116,7 +125,8 @@ class EmbeddedEngine:
                 if isinstance(answer, EngineError):
                     left.clear()
                     raise EngineError(str(answer)) from answer
-                left.discard(answer.request_id)
+                if isinstance(answer, Generation):
+                    left.discard(answer.request_id)
                 yield answer
         finally:
             for request_id in left:
@@ -265,8 +275,11 @@ class EmbeddedEngine:
                 began, before = clock(), self._use.generated_tokens
                 inbox, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
-                done, self._use = await self._thread.run(_pass, core, inbox, aborts, self._settings)
+                done, told, self._use = await self._thread.run(_pass, core, inbox, aborts, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
+                for progress in told:
+                    if (answers := self._answers.get(progress.request_id)) is not None:
+                        answers.put_nowait(progress)
                 self._deliver(done)
                 left = not core.asleep and (self._use.queued or self._use.running)
                 busy = bool(left or self._inbox or self._aborts)
@@ -289,17 +302,18 @@ class EmbeddedEngine:
 
 def _pass(
     core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
-) -> tuple[list[Generation], EngineUse]:
-    """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits."""
+) -> tuple[list[Generation], list[Progress], EngineUse]:
+    """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits, or if
+    one that streams has its first token."""
     done = [refused for request in inbox if (refused := core.add(request)) is not None]
     if aborts:
         done += core.abort(aborts)
     with _threads(settings.threads):
         for _ in range(settings.steps_per_turn):
-            if core.idle or (done and not core.waiting):
+            if core.idle or (done and not core.waiting) or core.has_news:
                 break
             done += core.step()
-    return done, core.use()
+    return done, core.progress(), core.use()
 
 
 @contextmanager

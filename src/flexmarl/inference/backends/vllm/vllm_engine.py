@@ -42,6 +42,7 @@ from flexmarl.records import (
     Generation,
     GenerationRequest,
     PolicyName,
+    Progress,
     Version,
     VersionRun,
     unserved,
@@ -106,10 +107,10 @@ class VllmEngine:
         self._lost: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Yields one Generation per request, in completion order."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+        """Yields one Generation per request, in completion order; Progress of those that stream at every step."""
         self._require_open()
-        answers = asyncio.Queue[Generation | EngineError]()
+        answers = asyncio.Queue[Generation | Progress | EngineError]()
         refused: list[Generation] = []
         left: set[str] = set()
         for request in requests:
@@ -128,7 +129,8 @@ class VllmEngine:
                 answer = await answers.get()
                 if isinstance(answer, EngineError):
                     raise EngineError(str(answer)) from answer
-                left.discard(answer.request_id)
+                if isinstance(answer, Generation):
+                    left.discard(answer.request_id)
                 yield answer
         finally:
             for name in left:
@@ -264,6 +266,7 @@ class VllmEngine:
         """Has vLLM sample until the request ends, or until it is aborted. The version does not change meanwhile."""
         name, served, sampling = request.request_id, self._versions.newest(request.policy), request.sampling
         one = self._open[name]
+        one.told = 0
         ids: list[int] = []
         logprobs: list[float] = []
         finish, reused = FinishReason.ABORT, 0
@@ -284,9 +287,13 @@ class VllmEngine:
                     del ids[end:], logprobs[end:]
                     finish = FinishReason.STOP
                     break
+                if request.streams and not output.finished:
+                    one.tell(ids, logprobs, served.version)
         finally:
             one.under = None
             await answers.aclose()
+        if request.streams and finish is FinishReason.ABORT and not one.over:  # Another version goes on behind these.
+            one.tell(ids, logprobs, served.version)
         values = np.asarray(logprobs, np.float32)
         return Generation(
             request_id=name,

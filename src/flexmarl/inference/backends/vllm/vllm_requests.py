@@ -1,16 +1,18 @@
 """Requests of a vLLM engine, and vLLM's words for them."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
 from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports] - the extra
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
 from flexmarl.errors import EngineError
 from flexmarl.inference.backends.vllm.served_versions import Served
 from flexmarl.inference.calls import joined, rest_of
-from flexmarl.records import Generation, GenerationRequest
+from flexmarl.records import FinishReason, Generation, GenerationRequest, Progress, Version, VersionRun
 
 
 @dataclass(slots=True, eq=False)
@@ -19,13 +21,31 @@ class OpenRequest:
 
     request: GenerationRequest
     """The request for the tokens that are still missing."""
-    answers: asyncio.Queue[Generation | EngineError]
+    answers: asyncio.Queue[Generation | Progress | EngineError]
     part: Generation | None = None
     """The tokens that earlier versions sampled."""
     under: Served | None = None
     """The version under which vLLM samples it; None while it is not in vLLM."""
     over: bool = False
     """True if its caller wants no more tokens."""
+    told: int = 0
+    """Tokens of the present piece that its caller was told of."""
+
+    def tell(self, ids: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
+        """Tells the caller, who reads along, the tokens of the present piece that it has not been told of."""
+        new, values = np.asarray(ids[self.told :], np.int32), np.asarray(logprobs[self.told :], np.float32)
+        if not len(new):
+            return
+        self.told = len(ids)
+        part = Generation(
+            request_id=self.request.request_id,
+            response_ids=new,
+            logprobs=values,
+            raw_logprobs=values,
+            versions=(VersionRun(0, version),),
+            finish=FinishReason.ABORT,
+        )
+        self.answers.put_nowait(Progress(request_id=self.request.request_id, part=part))
 
     def whole(self, piece: Generation) -> Generation:
         """The answer, if `piece` is its end."""
