@@ -546,11 +546,12 @@ class EpisodeDoor:
     def _read(self, replies: Replies, turn: Turn | None) -> int:
         """Tokens of a reply whose text was sent before its client went."""
         characters = replies.exchange.characters
-        if turn is None or not characters:
+        ids = np.asarray(replies.told, np.int32) if turn is None else turn.response_ids
+        if not characters:
             return 0
-        low, high = 0, len(turn.response_ids)
+        low, high = 0, len(ids)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = len(replies.voice.caller.text_of(turn.response_ids[:middle])) <= characters
+            fits = len(replies.voice.caller.text_of(ids[:middle])) <= characters
             low, high = (middle, high) if fits else (low, middle - 1)
         return low

@@ -1,0 +1,265 @@
+"""Streams that are read while their reply is sampled: what may be sent, when, and what becomes of it."""
+
+import asyncio
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexmarl.gateway.dialects import DIALECTS
+from flexmarl.gateway.dialects.base import Answer, Ask, OfferedTool, Refused, ReplyChoice
+from flexmarl.gateway.reply_parts import certain, certain_of_plain, plain_reply, read_reply
+from flexmarl.gateway.sse import Sending
+from flexmarl.records import RowState
+from flexmarl.testing.gateway import AsgiClient, joined_chat, joined_messages, joined_response
+from flexmarl.tools import TagSyntax
+from tests.unit.gateway.doors import At, play
+from tests.unit.gateway.test_sessions import CALL, TOOLS, USER, model
+
+ADD = OfferedTool(name="add")
+STOPS = ("END", "NOW", "</s>", "DEN")
+FRAGMENTS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+    "<tool_call>{", "<", "</", "<th", "E", "EN", "END", "N", "</s", " ", "\n", "\n\n", "seven", "é", "\ufffd",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    text=TEXTS,
+    prefill=st.sampled_from(["", "So: ", "<think>"]),
+    forced=st.sampled_from(["", '<tool_call>{"name": "add", "arguments": ']),
+    opened=st.booleans(),
+    tools=st.booleans(),
+    stop=st.lists(st.sampled_from(STOPS), unique=True, max_size=3),
+)
+def test_whatever_follows_the_reply_begins_with_what_is_certain(text, prefill, forced, opened, tools, stop):
+    how: Any = {"begun": prefill or forced, "hidden": len(prefill), "opened": opened, "stop": stop}
+    how |= {"tools": [ADD] if tools else [], "syntax": TagSyntax()}
+    whole, before = read_reply(text, **how), certain("", **how)
+    for end in range(1, len(text) + 1):
+        now = certain(text[:end], **how)
+        assert whole.thought.startswith(now.thought), "the thought"
+        assert whole.text.startswith(now.text), "the text"
+        assert now.thought.startswith(before.thought), "what was certain stays"
+        assert now.text.startswith(before.text), "what was certain stays"
+        assert not now.text or now.thought == whole.thought, "a thought is over when the text begins"
+        before = now
+
+
+@given(text=TEXTS, stop=st.lists(st.sampled_from(STOPS), unique=True, max_size=3))
+def test_a_plain_reply_begins_with_what_is_certain(text, stop):
+    whole = plain_reply(text, stop)
+    for end in range(len(text) + 1):
+        assert whole.text.startswith(certain_of_plain(text[:end], stop).text)
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        ("The answ", "", "The answ"),
+        ("<thi", "", ""),
+        ("<think>3 and", "3 and", ""),
+        ("<think>3 and 4 </thi", "3 and 4", ""),
+        ("<think>hm</think>\n\nSo \ufffd", "hm", "So"),
+        ("So <tool_ca", "", "So"),
+        ("So <tool_call>{", "", "So"),
+        ("So <b", "", "So <b"),
+        ("It is EN", "", "It is"),
+    ],
+)
+def test_what_is_held_back(text, thought, said):
+    assert certain(text, tools=[ADD], syntax=TagSyntax(), stop=["END"]) == (thought, said)
+
+
+class Watch(AsgiClient):
+    """A client that notes when each frame has come."""
+
+    def __init__(self, at: At) -> None:
+        self.times: list[float] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                if message["type"] == "http.response.body":
+                    self.times.append(asyncio.get_running_loop().time())
+                await send(message)
+
+            await at.app(scope, receive, sent)
+
+        super().__init__(app, at.door.seats["solver"])
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": USER, "tools": TOOLS},
+    "messages": {
+        "messages": USER,
+        "max_tokens": 400,
+        "tools": [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}],
+    },
+    "responses": {"input": "What is 3 + 4?", "tools": [{"type": "function", **TOOLS[0]["function"]}]},
+    "completions": {"prompt": "What is 3 + 4?"},
+}
+
+
+def text_of(event: dict[str, Any]) -> str:
+    """The text or thought that an event adds."""
+    if "choices" in event:
+        return "".join(
+            (one.get("text") or "") + "".join(map(str, filter(None, (one.get("delta") or {}).values())))
+            for one in event["choices"]
+            if "tool_calls" not in one.get("delta", ())
+        ).removeprefix("assistant")
+    delta = event.get("delta") or ""
+    return delta if isinstance(delta, str) else delta.get("text", "") + delta.get("thinking", "")
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_text_comes_while_it_is_sampled_a_token_behind_the_engine_at_most(endpoint):
+    async def program(at: At) -> None:
+        client = Watch(at)
+        reply = await client.post(endpoint, BODIES[endpoint] | {"stream": True})
+        events = [one for one in reply.events if text_of(one)]
+        at.notes["came"] = [when for when, frame in zip(client.times, reply.frames, strict=True) if shows(frame)]
+        at.notes["text"] = "".join(map(text_of, events))
+
+    def shows(frame: bytes) -> bool:
+        data = frame.decode().partition("data: ")[2].strip()
+        return data not in ("", "[DONE]") and bool(text_of(json.loads(data)))
+
+    words = "It is seven, and seven it stays."
+    played = play(program, *model(words, token_s=0.5))
+    assert played.notes["text"] == words
+    came = played.notes["came"]
+    assert len(came) > 8, "piece by piece"
+    assert max(later - earlier for earlier, later in pairwise(came)) <= 1.0, "two tokens apart at most"
+    assert came[0] <= came[-1] - 0.5 * (played.engine_tokens - 4)
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nthree and four\n</think>\n\nLet me count " + CALL,
+        "Let me <b>see</b> <tool_call>{not a call",
+        "<think>never ends",
+        "Größe: 12 µm ☃ and more",
+        " \n",
+    ],
+)
+@pytest.mark.parametrize("scramble", [False, True])
+def test_a_stream_that_was_read_along_holds_what_the_whole_reply_holds(endpoint, text, scramble):
+    async def program(at: At) -> None:
+        at.notes["whole"] = (await at.client().post(endpoint, BODIES[endpoint])).json
+        at.notes["stream"] = (await at.client().post(endpoint, BODIES[endpoint] | {"stream": True})).events
+
+    played = play(program, *model(text, scramble=scramble))
+    whole, events = played.notes["whole"], played.notes["stream"]
+    if endpoint == "chat/completions":
+        (stream,), said = joined_chat(events), whole["choices"][0]["message"]
+        assert stream["content"] == (said["content"] or "")
+        assert stream["reasoning"] == said.get("reasoning_content", "")
+        assert len(stream["calls"]) == len(said.get("tool_calls", ()))
+    elif endpoint == "messages":
+        kinds = ("text", "thinking", "name", "input")
+        stream, said = joined_messages(events)["content"], whole["content"]
+        assert [[one.get(kind) for kind in kinds] for one in stream] == [[o.get(k) for k in kinds] for o in said]
+        signed = [one["signature"] for one in (*said, *stream) if one["type"] == "thinking"]
+        assert [one.split("_")[:2] for one in signed] == [["turn", f"{n}"] for n in range(len(signed))], (
+            "each its turn's"
+        )
+    else:
+        plain = [(one["type"], one.get("summary"), one.get("content")) for one in joined_response(events)]
+        assert plain == [(one["type"], one.get("summary"), one.get("content")) for one in whole["output"]]
+
+
+def test_the_last_frame_comes_when_the_row_is_stored_and_not_before():
+    async def program(at: At) -> None:
+        client, put = Watch(at), at.store.put
+
+        async def slow(*args: Any) -> None:
+            await asyncio.sleep(5.0)
+            await put(*args)
+            at.notes["stored"] = asyncio.get_running_loop().time()
+
+        at.store.put = slow  # type: ignore[method-assign]
+        reply = await client.post("chat/completions", {"messages": USER, "stream": True})
+        assert reply.ended
+        at.notes["times"] = client.times
+
+    played = play(program, *model("The answer is 7.", token_s=0.5))
+    *before, last = played.notes["times"]
+    assert last >= played.notes["stored"]
+    assert sum(when < played.notes["stored"] - 5.0 for when in before) >= 3, "witness: text came before it was stored"
+
+
+def test_a_client_that_goes_in_the_middle_leaves_a_row_that_says_how_much_it_has_read():
+    async def program(at: At) -> None:
+        reply = await at.client().post("chat/completions", {"messages": USER, "stream": True}, leaves_after=4)
+        at.notes["read"] = "".join(text_of(json.loads(f.decode()[6:])) for f in reply.frames)
+        await asyncio.sleep(1.1)
+
+    played = play(program, *model("one two three four five six seven eight", token_s=0.5), patience_s=1.2)
+    (row,) = played.rows
+    assert row.state is RowState.FILTERED
+    read, total = map(int, re.findall(r"\d+", row.reason))
+    assert 0 < read < total == played.engine_tokens == len(row.response_ids)
+    assert model()[1].decode(row.response_ids[:read]) == played.notes["read"], row.reason
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])
+def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_an_error(endpoint):
+    async def program(at: At) -> None:
+        reply = await at.client().post(endpoint, BODIES[endpoint] | {"stream": True})
+        at.notes |= {"events": reply.events, "ended": reply.ended, "text": "".join(map(text_of, reply.events))}
+
+    played = play(program, *model("!one two three", token_s=0.5))
+    assert played.notes["ended"]
+    assert played.notes["text"].startswith("one")
+    assert "error" in json.dumps(played.notes["events"][-1])
+    assert played.account.failed
+    assert not played.account.undelivered
+
+
+def test_who_comes_back_to_a_reply_that_is_sampled_gets_it_from_its_beginning():
+    async def program(at: At) -> None:
+        body = {"messages": USER, "stream": True}
+        first = asyncio.ensure_future(at.client().post("chat/completions", body, leaves_after=4))
+        await first
+        again = await at.client().post("chat/completions", body)
+        (at.notes["again"],) = joined_chat(again.events)
+
+    played = play(program, *model("one two three four five", token_s=0.5), patience_s=60.0)
+    assert played.notes["again"]["content"] == "one two three four five"
+    assert len(played.rows) == 1
+
+
+def test_choices_and_beats_are_as_before():
+    async def program(at: At) -> None:
+        several = await at.client().post("chat/completions", {"messages": USER, "stream": True, "n": 2})
+        at.notes["contents"] = [one["content"] for one in joined_chat(several.events)]
+        held = Watch(at)
+        await held.post("chat/completions", {"messages": USER, "tools": TOOLS, "stream": True})
+        at.notes["times"] = held.times
+
+    played = play(program, *model('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', token_s=2.0))
+    assert played.notes["contents"] == ['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'] * 2
+    gaps = [later - earlier for earlier, later in pairwise(played.notes["times"])]
+    assert max(gaps) <= 10.0, "what is held back is no reason to be silent"
+
+
+def test_a_tokenizer_that_spells_otherwise_later_ends_the_stream_with_an_error_and_sends_nothing_twice():
+    def answer(text: str) -> Answer:
+        return Answer(name="x", model="m", choices=(ReplyChoice(text=text),), prompt_tokens=1)
+
+    sending = Sending(DIALECTS["chat/completions"], Ask(stream=True))
+    sent = [*sending.more(answer("ab")), *sending.more(answer("abc"))]
+    assert "".join(text_of(json.loads(frame.text[6:])) for frame in sent) == "abc"
+    with pytest.raises(Refused, match="tokenizer"):
+        sending.rest(answer("xbcd"))
+    rest = sending.rest(answer("abcd"))
+    assert "".join(text_of(json.loads(f.text[6:])) for f in rest if "[DONE]" not in f.text) == "d"
