@@ -177,6 +177,14 @@ class Batch(Generic[T]):
         """Time at which the next request ends if nothing changes; infinite if the batch is empty."""
         return self._segment().instant(self._steps_left()) if self._size else math.inf
 
+    def next_boundary(self, now: float) -> float:
+        """Time of the first token boundary after `now`; infinite if the batch is empty or stopped, or takes no time."""
+        if not self._size:
+            return math.inf
+        segment = self._segment()
+        steps = segment.steps_until(now, most=self._steps_left())
+        return next((when for more in (0, 1) if (when := segment.instant(steps + more)) > now), math.inf)
+
     def steps_at(self, now: float) -> int:
         """Returns the decode steps since the batch was made, including the step in progress at `now`."""
         return self.steps + (self._segment().steps_until(now, most=self._steps_left()) if self._size else 0)

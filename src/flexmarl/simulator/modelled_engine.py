@@ -27,6 +27,7 @@ from flexmarl.records import (
     Generation,
     GenerationRequest,
     PolicyName,
+    Progress,
     Version,
     VersionRun,
     unserved,
@@ -35,6 +36,8 @@ from flexmarl.simulator.decoding import Batch, CpuShare
 from flexmarl.simulator.modelled_calls import Answers, Loads, Logprobs, ModelledCall, flat_logprobs, problem_of
 from flexmarl.simulator.replies import Responder, reply_to
 
+LOOK_S = 1.0
+"""Seconds between two looks at a request that streams, while no step is in progress."""
 ALL_CAPABILITIES = EngineCapabilities(
     loads_weights=True, sleeps=True, deterministic=True, continues=True, raw_logprobs=True, adapters=True
 )
@@ -91,8 +94,8 @@ class ModelledEngine:
         """Seconds in which the engine was awake and had a request to work on."""
         return self._busy_s + (_now() - self._busy_since if self._busy_since is not None else 0.0)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
-        """Yields one Generation per request, in completion order."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+        """Yields one Generation per request, in completion order; Progress of those that stream after every step."""
         self._check_alive()
         answers: Answers = asyncio.Queue()
         calls = {request.request_id: call for request in requests if (call := self._take(request, answers))}
@@ -101,13 +104,40 @@ class ModelledEngine:
         elif calls:
             self._arrive(calls)
         try:
-            for _ in requests:
-                answer = await answers.get()
+            told = dict.fromkeys((name for name, call in calls.items() if call.request.streams), 0)
+            left = len(requests)
+            while left:
+                try:
+                    async with asyncio.timeout_at(self._next_news() if told else None):
+                        answer = await answers.get()
+                except TimeoutError:
+                    for name in told:
+                        if progress := self._progress(calls[name], told[name]):
+                            told[name] += len(progress.part.response_ids)
+                            yield progress
+                    continue
                 if isinstance(answer, EngineError):
                     raise EngineError(str(answer)) from answer
+                left -= 1
                 yield answer
         finally:
             self._end([call for call in calls.values() if not call.over], answered=False)
+
+    def _next_news(self) -> float:
+        """When to look for tokens again: after the step in progress, or in a while if there is none."""
+        return min(self._batch.next_boundary(_now()), _now() + LOOK_S)
+
+    def _progress(self, call: ModelledCall, told: int) -> Progress | None:
+        """The tokens of a call behind the first `told`, without its last one; None if there are none."""
+        if call.over or call.place is None:
+            return None
+        number = min(call.place.sampled_at(self._batch.steps_at(_now())), len(call.ids) - 1)
+        if number <= told:
+            return None
+        versions = self._loads.runs(call.place.first + told, number - told)
+        logprobs = self._logprobs(call.request, number)[told:]
+        part = call.generation(call.ids[told:number], logprobs, FinishReason.ABORT, versions)
+        return Progress(request_id=call.request.request_id, part=part)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests: waiting ones at once, decoding ones at the next token boundary."""

@@ -11,7 +11,16 @@ import numpy as np
 from flexmarl.analysis.costs import EngineCosts
 from flexmarl.inference.interface import FIRST_VERSION, EngineCapabilities
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore
-from flexmarl.records import EngineUse, FinishReason, FloatArray, Generation, GenerationRequest, IntArray, Version
+from flexmarl.records import (
+    EngineUse,
+    FinishReason,
+    FloatArray,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    Progress,
+    Version,
+)
 from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.replies import Responder
 from flexmarl.testing.engine_checks import check_frozen_engine, check_inference_engine
@@ -80,7 +89,7 @@ class ScriptedEngine(ModelledEngine):
         self.generations: list[Generation] = []
         """All answers, in order."""
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
         """Yields one Generation per request, in completion order."""
         self._check_alive()
         self.requests.extend(requests)
@@ -88,6 +97,9 @@ class ScriptedEngine(ModelledEngine):
         reasons = {request.request_id: self._fails(request) for request in requests}
         async with aclosing(super().generate(requests)) as answers:  # type: ignore[type-var]
             async for generation in answers:
+                if isinstance(generation, Progress):
+                    yield generation
+                    continue
                 if reason := reasons[generation.request_id]:
                     generation = replace(generation, finish=FinishReason.ERROR, error=reason)
                 self.generations.append(generation)
@@ -137,7 +149,7 @@ class FrozenEngine:
         """All requests, in order of arrival."""
         return self._scripted.requests
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
         """Yields one Generation per request, in completion order."""
         async with aclosing(self._scripted.generate(requests)) as answers:  # type: ignore[type-var]
             async for generation in answers:

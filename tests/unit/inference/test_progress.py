@@ -158,3 +158,25 @@ def test_a_caller_that_leaves_in_the_middle_gets_all_that_was_sampled():
             assert len((await left[0]).response_ids) == 0, "this engine hears no abort, so nothing is known in time"
 
     run_virtual(scenario())
+
+
+def test_a_modelled_engine_tells_after_every_step_also_across_a_load_and_a_loss():
+    async def scenario():
+        engines = [ScriptedEngine(lambda one: LETTERS, latency_s=1.0) for _ in range(2)]
+        heard = []
+
+        def hears(ids):
+            heard.append((asyncio.get_running_loop().time(), utf8_text(ids.tolist())))
+
+        async with InferencePool({POLICY: engines}).open() as pool:
+            asking = asyncio.create_task(pool.generate(request("r", max_tokens=10), hears=hears))
+            await asyncio.sleep(3.5)
+            await pool.load_weights(POLICY, FIRST)
+            engines[0].fail("its machine is gone")
+            answer = await asking
+        assert "".join(letters for _, letters in heard) == LETTERS[:-1]
+        assert [when for when, _ in heard][:3] == [1.0, 2.0, 3.0]
+        assert utf8_text(answer.response_ids.tolist()) == LETTERS
+        assert [(run.start, run.version) for run in answer.versions] == [(0, 0), (3, FIRST)]
+
+    run_virtual(scenario())

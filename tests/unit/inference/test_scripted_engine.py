@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from flexmarl.errors import EngineError
-from flexmarl.inference.interface import EngineCapabilities
+from flexmarl.inference.interface import EngineCapabilities, answers_of
 from flexmarl.objects.interface import Checksum
-from flexmarl.records import Version, VersionRun
+from flexmarl.records import Generation, Progress, Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import (
     FrozenEngine,
@@ -88,7 +88,7 @@ class Muddled(ScriptedEngine):
     """The company decides about the last bits."""
 
     async def generate(self, requests):
-        async for one in super().generate(requests):
+        async for one in answers_of(super(), requests):
             yield replace(one, logprobs=one.logprobs * np.float32(1 + 1e-6 * (len(requests) > 1)))
 
 
@@ -105,8 +105,28 @@ class Shaped(ScriptedEngine):
 
     async def generate(self, requests):
         temperature = {asked.request_id: asked.sampling.temperature for asked in requests}
-        async for one in super().generate(requests):
+        async for one in answers_of(super(), requests):
             yield replace(one, raw_logprobs=one.raw_logprobs / np.float32(temperature[one.request_id]))
+
+
+class Hasty(ScriptedEngine):
+    """Tells the last token too."""
+
+    async def generate(self, requests):
+        async for one in super().generate(requests):
+            if isinstance(one, Generation) and one.request_id == "telling":
+                yield Progress(request_id="telling", part=replace(one, response_ids=one.response_ids[-1:]))
+            yield one
+
+
+class Stutters(ScriptedEngine):
+    """Tells everything twice."""
+
+    async def generate(self, requests):
+        async for one in super().generate(requests):
+            yield one
+            if isinstance(one, Progress):
+                yield one
 
 
 @pytest.mark.parametrize(
@@ -123,6 +143,8 @@ class Shaped(ScriptedEngine):
         (Muddled, "claim that it is deterministic, but logprobs depend on the company"),
         (Restarts, "claim that it continues what another instance began"),
         (Shaped, "claim raw log-probabilities"),
+        (Hasty, "the last token comes with the answer"),
+        (Stutters, "the last token comes with the answer|response_ids that were told differ"),
     ],
 )
 def test_the_suite_notices_an_engine_that_breaks_the_contract(kind, complaint):

@@ -24,6 +24,7 @@ from flexmarl.records import (
     InstanceId,
     LossReport,
     PolicyName,
+    Progress,
     SampleId,
     Task,
     Version,
@@ -64,7 +65,7 @@ class FaultyEngine(Around[ModelledEngine]):
         """Injects a fault: no call returns any more, not even `close`."""
         self._silent = True
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
         """Answers requests. Those that the plan fails keep their tokens, but end with finish `error`."""
         failing = {
             request.request_id
@@ -75,7 +76,7 @@ class FaultyEngine(Around[ModelledEngine]):
         async with aclosing(self.inner.generate(requests)) as answers:  # type: ignore[type-var]
             async for generation in answers:
                 await self._until_heard()
-                if generation.request_id in failing:
+                if isinstance(generation, Generation) and generation.request_id in failing:
                     because = "it could not be served, as planned"
                     generation = replace(generation, finish=FinishReason.ERROR, error=because)
                 yield generation

@@ -17,6 +17,7 @@ from flexmarl.records import (
     LossReport,
     MicroBatch,
     PolicyName,
+    Progress,
     SampleId,
     Version,
 )
@@ -88,7 +89,7 @@ class WatchedEngine(Around[Any]):
         """The most unanswered requests that the engine had at any time."""
         self._given = set[str]()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
         """Yields one Generation per request, in completion order."""
         self._given.update(request.request_id for request in requests)
         self.most_running = max(self.most_running, len(self._given))
@@ -97,6 +98,9 @@ class WatchedEngine(Around[Any]):
         try:
             async with aclosing(self.inner.generate(requests)) as answers:
                 async for generation in answers:
+                    if isinstance(generation, Progress):
+                        yield generation
+                        continue
                     at = asyncio.get_running_loop().time()
                     self.answered.append(Answered(at, asked[generation.request_id], generation))
                     self._given.discard(generation.request_id)
