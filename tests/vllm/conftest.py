@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.errors import EngineError
-from flexmarl.inference.interface import EngineParts, make_engine
+from flexmarl.inference.interface import EngineParts, answers_of, make_engine
 from flexmarl.inference.settings import AdapterRoom, VllmSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import Checksum, PublishedAdapter, canary_key, checksum, weights_key
@@ -107,7 +107,7 @@ class Served:
         assert await self.engine.load_weights(POLICY, Version(self.newest)) == held
 
     async def all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        return [generation async for generation in self.engine.generate(requests)]
+        return [generation async for generation in answers_of(self.engine, requests)]
 
 
 class OneOfMany:

@@ -3,12 +3,14 @@
 import asyncio
 import random
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
 
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.vllm.engine_args import vllm_config
+from flexmarl.inference.calls import joined
 from flexmarl.inference.interface import EngineParts
 from flexmarl.inference.settings import VllmSettings
 from flexmarl.records import FinishReason, Generation, Version
@@ -103,6 +105,35 @@ def test_version_runs_are_exact_under_fifty_updates_at_random_moments(served: Se
         assert sum(len(answer.versions) for answer in crossed) > 25, "updates must have come while requests ran"
         assert all(len(answer.response_ids) == 200 and answer.finish is FinishReason.LENGTH for answer in answers)
         assert max(gap(served, [1, 2, 3], answer) for answer in crossed) < 1e-3
+
+    served.runner.run(check())
+
+
+def test_what_is_told_while_it_is_sampled_is_the_beginning_of_the_answer_also_across_updates(served: Served) -> None:
+    async def check() -> None:
+        parts, answers = list[Generation](), dict[str, Generation]()
+
+        async def load() -> None:
+            await served.load_next()
+
+        asked = [replace(ask("told", max_tokens=120), streams=True), ask("silent", max_tokens=120)]
+        async with asyncio.TaskGroup() as tasks:
+            async for one in served.engine.generate(asked):
+                if isinstance(one, Generation):
+                    answers[one.request_id] = one
+                    continue
+                assert one.request_id == "told" not in answers
+                parts.append(one.part)
+                if len(parts) in (10, 40):
+                    tasks.create_task(load())
+        told, whole = reduce(joined, parts), answers["told"]
+        size = len(told.response_ids)
+        assert len(parts) > 40, "step by step"
+        assert 0 < size < len(whole.response_ids) == 120
+        assert told.response_ids.tolist() == whole.response_ids[:size].tolist()
+        assert told.logprobs.tolist() == whole.logprobs[:size].tolist()
+        assert told.versions == tuple(run for run in whole.versions if run.start < size)
+        assert len(told.versions) == 3, "witness: both updates came in between"
 
     served.runner.run(check())
 

@@ -79,7 +79,7 @@ def sampling_params(request: GenerationRequest, *, most: int) -> SamplingParams:
         flat_logprobs=True,
         detokenize=False,
         # Stop strings are looked for here, token by token: they may begin in tokens that another version sampled.
-        output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if sampling.stop or request.streams else RequestOutputKind.FINAL_ONLY,
     )
 
 
