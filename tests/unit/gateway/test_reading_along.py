@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 from itertools import pairwise
 from typing import Any
@@ -14,10 +15,12 @@ from flexmarl.gateway.dialects import DIALECTS
 from flexmarl.gateway.dialects.base import Answer, Ask, OfferedTool, Refused, ReplyChoice
 from flexmarl.gateway.reply_parts import certain, certain_of_plain, plain_reply, read_reply
 from flexmarl.gateway.sse import Sending
-from flexmarl.records import RowState
+from flexmarl.inference.pool import InferencePool
+from flexmarl.records import Generation, GenerationRequest, RowState, Version
 from flexmarl.testing.gateway import AsgiClient, joined_chat, joined_messages, joined_response
+from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.tools import TagSyntax
-from tests.unit.gateway.doors import At, play
+from tests.unit.gateway.doors import POLICY, At, play
 from tests.unit.gateway.test_sessions import CALL, TOOLS, USER, model
 
 ADD = OfferedTool(name="add")
@@ -263,3 +266,87 @@ def test_a_tokenizer_that_spells_otherwise_later_ends_the_stream_with_an_error_a
         sending.rest(answer("xbcd"))
     rest = sending.rest(answer("abcd"))
     assert "".join(text_of(json.loads(f.text[6:])) for f in rest if "[DONE]" not in f.text) == "d"
+
+
+WORDS = "It is seven, and seven it stays, whoever asks."
+
+
+class Pooled:
+    """Generate function on a pool of two engines that take a second for each token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        reply = [*tokenizer(WORDS, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        self.engines = [ScriptedEngine(lambda _: reply, latency_s=1.0) for _ in range(2)]
+        self.pool = InferencePool({POLICY: self.engines})
+        self.requests: list[GenerationRequest] = []
+        self.tokens = 0
+
+    async def __call__(self, request: GenerationRequest, /, **how: Any) -> Generation:
+        self.requests.append(request)
+        generation = await self.pool.generate(request, **how)
+        self.tokens += len(generation.response_ids)
+        return generation
+
+
+async def lose(model: Pooled) -> None:
+    busy = next(engine for engine in model.engines if engine.requests)
+    busy.fail("its machine is gone")
+
+
+async def swap(model: Pooled) -> None:
+    await model.pool.load_weights(POLICY, Version(1))
+
+
+async def doze(model: Pooled) -> None:
+    await model.pool.sleep()
+    await asyncio.sleep(60.0)
+    await model.pool.wake()
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])
+@pytest.mark.parametrize("happens", [lose, swap, doze])
+@pytest.mark.parametrize("after_s", [0.5, 3.5, 9.5])
+def test_an_engine_lost_weights_swapped_or_a_pool_asleep_in_mid_stream_is_one_turn(endpoint, happens, after_s):
+    tokenizer = model()[1]
+    pooled = Pooled(tokenizer)
+
+    async def program(at: At) -> None:
+        async with pooled.pool.open(), asyncio.TaskGroup() as tasks:
+            client = Watch(at)
+            asking = tasks.create_task(client.post(endpoint, BODIES[endpoint] | {"stream": True}))
+            await asyncio.sleep(after_s)
+            await happens(pooled)
+            reply = await asking
+            at.notes |= {"text": "".join(map(text_of, reply.events)), "ended": reply.ended, "times": client.times}
+
+    played = play(program, pooled, tokenizer)  # type: ignore[arg-type]
+    assert (played.notes["text"], played.notes["ended"]) == (WORDS, True)
+    (turn,) = played.episode.turns
+    (row,) = played.rows
+    assert tokenizer.decode(row.response_ids, skip_special_tokens=True) == WORDS
+    assert played.account.delivered == len(row.response_ids)
+    if happens is swap:
+        assert [(run.start, run.version) for run in turn.versions] == [(0, 0), (math.ceil(after_s), 1)]
+    if happens is doze:
+        gaps = [later - earlier for earlier, later in pairwise(played.notes["times"])]
+        assert max(gaps) <= 10.0, "signs of life, also while it sleeps in the middle of a reply"
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])
+def test_whoever_goes_at_any_frame_leaves_an_account_that_adds_up(endpoint):
+    ended = False
+    for frames in range(200):
+
+        async def program(at: At, frames: int = frames) -> None:
+            body = BODIES[endpoint] | {"stream": True}
+            at.notes["ended"] = (await at.client().post(endpoint, body, leaves_after=frames)).ended
+
+        played = play(program, *model("It is seven.", token_s=0.5))
+        account, ended = played.account, played.notes["ended"]
+        assert account.sampled == account.delivered + sum(account.undelivered.values()) == played.engine_tokens
+        assert len(played.rows) == 1
+        assert (account.delivered > 0) == ended, f"after {frames} frames"
+        if ended:
+            break
+    assert ended
+    assert frames > 6, "witness: there were many frames at which to go"
