@@ -180,3 +180,43 @@ def test_a_modelled_engine_tells_after_every_step_also_across_a_load_and_a_loss(
         assert [(run.start, run.version) for run in answer.versions] == [(0, 0), (3, FIRST)]
 
     run_virtual(scenario())
+
+
+def test_what_a_moved_instance_had_not_told_yet_is_told_before_another_one_goes_on():
+    async def scenario():
+        engines, heard = [ScriptedEngine(lambda one: LETTERS, latency_s=1.0) for _ in range(3)], []
+        pool = InferencePool({POLICY: engines[:2], OTHER: engines[2:]}, PoolSettings(on_move="continue"))
+        async with pool.open():
+            for policy in (POLICY, OTHER):
+                await pool.load_weights(policy, FIRST)
+            one = request("r", max_tokens=10)
+            asking = asyncio.create_task(pool.generate(one, hears=lambda ids: heard.append(utf8_text(ids.tolist()))))
+            await asyncio.sleep(3.5)
+            busy = next(name for name, use in (await pool.usage()).items() if use.running)
+            await pool.move(busy, to=OTHER)
+            answer = await asking
+        assert heard[:4] == ["a", "b", "c", "d"], "the fourth was sampled, and not told when it moved"
+        assert "".join(heard) == LETTERS[:-1]
+        assert utf8_text(answer.response_ids.tolist()) == LETTERS
+
+    run_virtual(scenario())
+
+
+class Early(Telling):
+    """Tells tokens of a version that it has not loaded."""
+
+    def part(self, one, ids):
+        return replace(super().part(one, ids), versions=(VersionRun(0, Version(5)),))
+
+
+def test_nothing_is_heard_of_a_version_that_the_instance_has_not_acknowledged():
+    async def scenario():
+        engines, heard = [Early(), Telling()], []
+        async with InferencePool({POLICY: engines}).open() as pool:
+            one = request("r", max_tokens=10)
+            answer = await pool.generate(one, hears=lambda ids: heard.append(utf8_text(ids.tolist())))
+            assert "has acknowledged 0" in str(pool.lost)
+        assert "".join(heard) == LETTERS[:-1]
+        assert {run.version for run in answer.versions} == {0}
+
+    run_virtual(scenario())
