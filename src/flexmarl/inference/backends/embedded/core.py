@@ -226,6 +226,8 @@ class EngineCore:
         self._plain = True
         self._generated = 0
         self.asleep = False
+        self._streams = False
+        """True once a request has streamed."""
         """True while weights and cache are off the device, so that it cannot step."""
         self._whole: Checksum | None = None
         """Checksum of the weights, if they are a version's, which the object store has; None with an adapter, too."""
@@ -270,6 +272,7 @@ class EngineCore:
 
     def add(self, request: GenerationRequest) -> Generation | None:
         """Queues the request. Returns its Generation at once if it can never be served."""
+        self._streams = self._streams or request.streams
         problem = self._problem(request)
         if problem:
             return unserved(request, self.version, FinishReason.ERROR, problem)
@@ -575,7 +578,7 @@ class EngineCore:
     def has_news(self) -> bool:
         """True if the first tokens of a request that streams can be told."""
         count = self._rows.count
-        return any(
+        return self._streams and any(
             work.request.streams and not work.told and count[row] > len(work.known)
             for row, work in enumerate(self._running)
         )
@@ -583,7 +586,7 @@ class EngineCore:
     def progress(self) -> list[Progress]:
         """What was sampled for the running requests that stream since this was last called."""
         found: list[Progress] = []
-        for row, work in enumerate(self._running):
+        for row, work in enumerate(self._running if self._streams else ()):
             told = max(work.told, len(work.known))
             if work.request.streams and self._rows.count[row] > told:
                 sampled = self._rows.sampled(row)
