@@ -451,7 +451,7 @@ class EpisodeDoor:
             replies.answer.set_result(_answer(replies, drawn))
 
     def so_far(self, replies: Replies) -> Answer:
-        """What is certain of the only reply to a request while it is sampled; it says nothing of how it ends."""
+        """The part of a request's only reply that is certain while it is sampled; it says nothing of its end."""
         ask, text = replies.ask, replies.voice.caller.text_of(np.asarray(replies.told, np.int32))
         if ask.prompt is not None:
             found = certain_of_plain(text, ask.stop)

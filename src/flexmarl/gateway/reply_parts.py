@@ -22,7 +22,7 @@ from flexmarl.tools.syntax import Syntax
 _PROBE = ToolCall("zqxname", {})
 _OPENING, _CLOSING = "<think>", "</think>"
 _HALF = "\ufffd"
-"""What a decoder writes for a character whose bytes have not all come."""
+"""A decoder writes this for a character whose bytes have not all come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def certain(
     syntax: Syntax | None = None,
     stop: Sequence[str] = (),
 ) -> Certain:
-    """What of a reply is certain when so much of it was sampled: whatever follows, `read_reply` finds what begins so.
+    """The part of a reply that is certain when so much of it was sampled: whatever follows, `read_reply` begins so.
 
     Held back is what may be the beginning of a stop text, a mark of a thought or a call, or of half a character, and
     white space that may be at the end.

@@ -103,7 +103,7 @@ class Call:
     hears: Callable[[IntArray], None] | None = None
     """Gets the tokens of the answer as they are sampled, but for those of its end."""
     told: list[Generation] = field(default_factory=list)
-    """What `instance` has told of its answer so far."""
+    """Parts of its answer that `instance` has told so far."""
 
     def tell(self, part: Generation) -> None:
         """Adds tokens that were sampled to those that the caller has heard. From now on they stay."""

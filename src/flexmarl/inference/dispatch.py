@@ -19,7 +19,7 @@ from flexmarl.events.event import Events
 from flexmarl.inference.calls import Call, Instance, Line
 from flexmarl.inference.instances import Instances, Start
 from flexmarl.inference.interface import FIRST_VERSION
-from flexmarl.records import FinishReason, Generation, InstanceId, Progress, unserved
+from flexmarl.records import FinishReason, Generation, GenerationProgress, InstanceId, unserved
 
 NOT_OPEN = "the pool is not open; requests need `async with pool.open():` around them"
 
@@ -114,7 +114,7 @@ class Dispatch:
         try:
             if not instance.hands_over:
                 async for generation in instance.engine.generate([call.request for call in undone.values()]):
-                    if isinstance(generation, Progress):
+                    if isinstance(generation, GenerationProgress):
                         await instance.acknowledged(generation.part)
                         undone[generation.request_id].tell(generation.part)
                         continue

@@ -10,7 +10,7 @@ from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.inference.settings import EngineSettings
 from flexmarl.objects.interface import Checksum, ObjectStore
 from flexmarl.objects.settings import Verify
-from flexmarl.records import EngineUse, Generation, GenerationRequest, PolicyName, Progress, Version
+from flexmarl.records import EngineUse, Generation, GenerationProgress, GenerationRequest, PolicyName, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class InferenceEngine(Protocol):
     EngineError.
     """
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
-        """Yields one Generation per request, in completion order; before it, perhaps Progress of one that `streams`."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
+        """Yields one Generation per request, in completion order; before it, perhaps progress of one that `streams`."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

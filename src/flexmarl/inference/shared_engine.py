@@ -18,7 +18,15 @@ from typing import Any, cast
 from flexmarl.errors import EngineError, described
 from flexmarl.inference.interface import EngineCapabilities, InferenceEngine, WeightedEngine
 from flexmarl.objects.interface import Checksum
-from flexmarl.records import EngineUse, Generation, GenerationRequest, InstanceId, PolicyName, Progress, Version
+from flexmarl.records import (
+    EngineUse,
+    Generation,
+    GenerationProgress,
+    GenerationRequest,
+    InstanceId,
+    PolicyName,
+    Version,
+)
 
 
 class SharedEngine:
@@ -100,7 +108,7 @@ class EngineView:
         """The engine of all views."""
         return self.shared.started.result()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
         """Yields one Generation per request. Raises EngineError if another policy closes the engine meanwhile."""
         # The contract returns an AsyncIterator; each engine's is a generator, which ends its requests when it closes.
         async with aclosing(cast(Any, self._open().generate(requests))) as answers:

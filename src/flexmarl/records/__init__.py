@@ -22,7 +22,7 @@ from flexmarl.records.episode import (
     VersionRun,
     exact_match,
 )
-from flexmarl.records.generation import EngineUse, Generation, GenerationRequest, Progress, Sampling, unserved
+from flexmarl.records.generation import EngineUse, Generation, GenerationProgress, GenerationRequest, Sampling, unserved
 from flexmarl.records.ids import (
     CONTROLLER,
     AgentName,
@@ -70,7 +70,7 @@ __all__ = [
     "GROUP_TERMINAL",
     "Generation",
     "GenerationRequest",
-    "Progress",
+    "GenerationProgress",
     "GroupId",
     "GroupRecord",
     "GroupState",

@@ -47,7 +47,7 @@ class GenerationRequest:
     at this position, a stop string may begin in these tokens, and `sampling.max_tokens` counts only the tokens still to
     sample."""
     streams: bool = False
-    """True: somebody reads along. An engine that can yields Progress while it samples."""
+    """True: somebody reads along. An engine that can yields GenerationProgress while it samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class GenerationProgress:
     """Tokens of an answer that goes on. An engine never yields the last ones of an answer so."""
 
     request_id: str
     part: Generation
-    """What was sampled since the request's last progress, its version runs included; its `finish` says nothing."""
+    """The tokens since the request's last progress, with their version runs; its `finish` says nothing."""
 
 
 def unserved(request: GenerationRequest, version: Version, finish: FinishReason, error: str = "") -> Generation:

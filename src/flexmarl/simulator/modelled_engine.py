@@ -25,9 +25,9 @@ from flexmarl.records import (
     EngineUse,
     FinishReason,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     PolicyName,
-    Progress,
     Version,
     VersionRun,
     unserved,
@@ -94,8 +94,8 @@ class ModelledEngine:
         """Seconds in which the engine was awake and had a request to work on."""
         return self._busy_s + (_now() - self._busy_since if self._busy_since is not None else 0.0)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
-        """Yields one Generation per request, in completion order; Progress of those that stream after every step."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
+        """Yields one Generation per request, in completion order; progress of those that stream after every step."""
         self._check_alive()
         answers: Answers = asyncio.Queue()
         calls = {request.request_id: call for request in requests if (call := self._take(request, answers))}
@@ -127,7 +127,7 @@ class ModelledEngine:
         """When to look for tokens again: after the step in progress, or in a while if there is none."""
         return min(self._batch.next_boundary(_now()), _now() + LOOK_S)
 
-    def _progress(self, call: ModelledCall, told: int) -> Progress | None:
+    def _progress(self, call: ModelledCall, told: int) -> GenerationProgress | None:
         """The tokens of a call behind the first `told`, without its last one; None if there are none."""
         if call.over or call.place is None:
             return None
@@ -137,7 +137,7 @@ class ModelledEngine:
         versions = self._loads.runs(call.place.first + told, number - told)
         logprobs = self._logprobs(call.request, number)[told:]
         part = call.generation(call.ids[told:number], logprobs, FinishReason.ABORT, versions)
-        return Progress(request_id=call.request.request_id, part=part)
+        return GenerationProgress(request_id=call.request.request_id, part=part)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests: waiting ones at once, decoding ones at the next token boundary."""

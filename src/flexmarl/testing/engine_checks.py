@@ -22,10 +22,10 @@ from flexmarl.objects.interface import Checksum
 from flexmarl.records import (
     FinishReason,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     IntArray,
     PolicyName,
-    Progress,
     Sampling,
     Version,
     VersionRun,
@@ -192,12 +192,12 @@ class _Check:
         assert cut.finish is FinishReason.STOP, f"finish must be stop, got {cut.finish}"
 
     async def tells_what_it_samples(self, engine: InferenceEngine) -> None:
-        """What is told of a request that streams is the beginning of its answer, without its last token."""
+        """GenerationProgress of a request that streams is the beginning of its answer, without its last token."""
         telling, silent = replace(self._request("telling", max_tokens=12), streams=True), self._request("silent")
         parts: list[Generation] = []
         answers: dict[str, Generation] = {}
         async for found in engine.generate([telling, silent]):
-            if isinstance(found, Progress):
+            if isinstance(found, GenerationProgress):
                 assert found.request_id == "telling" not in answers, f"nobody reads {found.request_id} along any more"
                 parts.append(found.part)
             else:

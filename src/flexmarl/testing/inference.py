@@ -16,9 +16,9 @@ from flexmarl.records import (
     FinishReason,
     FloatArray,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     IntArray,
-    Progress,
     Version,
 )
 from flexmarl.simulator.modelled_engine import ModelledEngine
@@ -89,7 +89,7 @@ class ScriptedEngine(ModelledEngine):
         self.generations: list[Generation] = []
         """All answers, in order."""
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
         """Yields one Generation per request, in completion order."""
         self._check_alive()
         self.requests.extend(requests)
@@ -97,7 +97,7 @@ class ScriptedEngine(ModelledEngine):
         reasons = {request.request_id: self._fails(request) for request in requests}
         async with aclosing(super().generate(requests)) as answers:  # type: ignore[type-var]
             async for generation in answers:
-                if isinstance(generation, Progress):
+                if isinstance(generation, GenerationProgress):
                     yield generation
                     continue
                 if reason := reasons[generation.request_id]:
@@ -149,7 +149,7 @@ class FrozenEngine:
         """All requests, in order of arrival."""
         return self._scripted.requests
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
         """Yields one Generation per request, in completion order."""
         async with aclosing(self._scripted.generate(requests)) as answers:  # type: ignore[type-var]
             async for generation in answers:

@@ -11,7 +11,7 @@ from flexmarl.errors import EngineError
 from flexmarl.inference.calls import joined
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
-from flexmarl.records import FinishReason, Generation, PolicyName, Progress, Version, VersionRun
+from flexmarl.records import FinishReason, Generation, GenerationProgress, PolicyName, Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import ScriptedEngine, utf8_ids, utf8_text
 from tests.unit.inference.models import POLICY, request
@@ -30,7 +30,7 @@ async def read(engine, requests):
     """The parts and the answer of each request, in the order in which they came."""
     parts, answers = defaultdict(list), {}
     async for one in engine.generate(requests):
-        if isinstance(one, Progress):
+        if isinstance(one, GenerationProgress):
             assert one.request_id not in answers
             parts[one.request_id].append(one.part)
         else:
@@ -100,7 +100,7 @@ class Telling(ScriptedEngine):
             if place == self.dies_after:
                 raise EngineError("its machine is gone")
             if place < len(reply) - 1 and one.streams:
-                yield Progress(request_id=one.request_id, part=self.part(one, [letter]))
+                yield GenerationProgress(request_id=one.request_id, part=self.part(one, [letter]))
         yield replace(self.part(one, reply), finish=FinishReason.STOP)
 
     def part(self, one, ids):

@@ -9,7 +9,7 @@ import pytest
 from flexmarl.errors import EngineError
 from flexmarl.inference.interface import EngineCapabilities, answers_of
 from flexmarl.objects.interface import Checksum
-from flexmarl.records import Generation, Progress, Version, VersionRun
+from flexmarl.records import Generation, GenerationProgress, Version, VersionRun
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.inference import (
     FrozenEngine,
@@ -115,7 +115,7 @@ class Hasty(ScriptedEngine):
     async def generate(self, requests):
         async for one in super().generate(requests):
             if isinstance(one, Generation) and one.request_id == "telling":
-                yield Progress(request_id="telling", part=replace(one, response_ids=one.response_ids[-1:]))
+                yield GenerationProgress(request_id="telling", part=replace(one, response_ids=one.response_ids[-1:]))
             yield one
 
 
@@ -125,7 +125,7 @@ class Stutters(ScriptedEngine):
     async def generate(self, requests):
         async for one in super().generate(requests):
             yield one
-            if isinstance(one, Progress):
+            if isinstance(one, GenerationProgress):
                 yield one
 
 

@@ -20,11 +20,11 @@ from flexmarl.records import (
     EngineUse,
     FinishReason,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     InstanceId,
     LossReport,
     PolicyName,
-    Progress,
     SampleId,
     Task,
     Version,
@@ -65,7 +65,7 @@ class FaultyEngine(Around[ModelledEngine]):
         """Injects a fault: no call returns any more, not even `close`."""
         self._silent = True
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
         """Answers requests. Those that the plan fails keep their tokens, but end with finish `error`."""
         failing = {
             request.request_id

@@ -13,11 +13,11 @@ from flexmarl.records import (
     CreditLine,
     Divisors,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     LossReport,
     MicroBatch,
     PolicyName,
-    Progress,
     SampleId,
     Version,
 )
@@ -89,7 +89,7 @@ class WatchedEngine(Around[Any]):
         """The most unanswered requests that the engine had at any time."""
         self._given = set[str]()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
         """Yields one Generation per request, in completion order."""
         self._given.update(request.request_id for request in requests)
         self.most_running = max(self.most_running, len(self._given))
@@ -98,7 +98,7 @@ class WatchedEngine(Around[Any]):
         try:
             async with aclosing(self.inner.generate(requests)) as answers:
                 async for generation in answers:
-                    if isinstance(generation, Progress):
+                    if isinstance(generation, GenerationProgress):
                         yield generation
                         continue
                     at = asyncio.get_running_loop().time()

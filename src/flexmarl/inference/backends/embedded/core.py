@@ -44,9 +44,9 @@ from flexmarl.records import (
     EngineUse,
     FinishReason,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     IntArray,
-    Progress,
     Version,
     VersionRun,
     unserved,
@@ -583,16 +583,16 @@ class EngineCore:
             for row, work in enumerate(self._running)
         )
 
-    def progress(self) -> list[Progress]:
-        """What was sampled for the running requests that stream since this was last called."""
-        found: list[Progress] = []
+    def progress(self) -> list[GenerationProgress]:
+        """The tokens that the running requests which stream have got since this was last called."""
+        found: list[GenerationProgress] = []
         for row, work in enumerate(self._running if self._streams else ()):
             told = max(work.told, len(work.known))
             if work.request.streams and self._rows.count[row] > told:
                 sampled = self._rows.sampled(row)
                 work.told = len(sampled.ids)
                 part = self._generation(work, sampled, FinishReason.ABORT, after=told)
-                found.append(Progress(request_id=work.request.request_id, part=part))
+                found.append(GenerationProgress(request_id=work.request.request_id, part=part))
         return found
 
     def _generation(

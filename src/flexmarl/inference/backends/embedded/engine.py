@@ -30,14 +30,14 @@ from flexmarl.records import (
     EngineUse,
     FinishReason,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     PolicyName,
-    Progress,
     Version,
     unserved,
 )
 
-_Answers = asyncio.Queue[Generation | Progress | EngineError]
+_Answers = asyncio.Queue[Generation | GenerationProgress | EngineError]
 
 
 class EmbeddedEngine:
@@ -100,8 +100,8 @@ class EmbeddedEngine:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
-        """Yields one Generation per request, in completion order; Progress of those that stream after every turn."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
+        """Yields one Generation per request, in completion order; progress of those that stream after every turn."""
         if self._closed:
             raise EngineError(self._closed)
         answers: _Answers = asyncio.Queue()
@@ -302,7 +302,7 @@ class EmbeddedEngine:
 
 def _pass(
     core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
-) -> tuple[list[Generation], list[Progress], EngineUse]:
+) -> tuple[list[Generation], list[GenerationProgress], EngineUse]:
     """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits, or if
     one that streams has its first token."""
     done = [refused for request in inbox if (refused := core.add(request)) is not None]

@@ -40,9 +40,9 @@ from flexmarl.records import (
     EngineUse,
     FinishReason,
     Generation,
+    GenerationProgress,
     GenerationRequest,
     PolicyName,
-    Progress,
     Version,
     VersionRun,
     unserved,
@@ -107,10 +107,10 @@ class VllmEngine:
         self._lost: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | Progress]:
-        """Yields one Generation per request, in completion order; Progress of those that stream at every step."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
+        """Yields one Generation per request, in completion order; progress of those that stream at every step."""
         self._require_open()
-        answers = asyncio.Queue[Generation | Progress | EngineError]()
+        answers = asyncio.Queue[Generation | GenerationProgress | EngineError]()
         refused: list[Generation] = []
         left: set[str] = set()
         for request in requests:

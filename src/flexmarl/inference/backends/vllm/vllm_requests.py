@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: i
 from flexmarl.errors import EngineError
 from flexmarl.inference.backends.vllm.served_versions import Served
 from flexmarl.inference.calls import joined, rest_of
-from flexmarl.records import FinishReason, Generation, GenerationRequest, Progress, Version, VersionRun
+from flexmarl.records import FinishReason, Generation, GenerationProgress, GenerationRequest, Version, VersionRun
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class OpenRequest:
 
     request: GenerationRequest
     """The request for the tokens that are still missing."""
-    answers: asyncio.Queue[Generation | Progress | EngineError]
+    answers: asyncio.Queue[Generation | GenerationProgress | EngineError]
     part: Generation | None = None
     """The tokens that earlier versions sampled."""
     under: Served | None = None
@@ -45,7 +45,7 @@ class OpenRequest:
             versions=(VersionRun(0, version),),
             finish=FinishReason.ABORT,
         )
-        self.answers.put_nowait(Progress(request_id=self.request.request_id, part=part))
+        self.answers.put_nowait(GenerationProgress(request_id=self.request.request_id, part=part))
 
     def whole(self, piece: Generation) -> Generation:
         """The answer, if `piece` is its end."""
