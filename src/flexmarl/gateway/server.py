@@ -40,6 +40,9 @@ from flexmarl.gateway.sessions import Sessions
 from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse, Sending
 
 COUNT = "messages/count_tokens"
+READINGS = 64
+"""A reply is read again when it has grown by this part of its tokens, or one: each reading takes all of it, and a piece
+for each token of a long reply would cost as much as the square of its length."""
 
 
 def seats_alone(sessions: Sessions) -> Starlette:
@@ -164,7 +167,7 @@ class DoorApp:
             if client.is_gone:
                 return
             frames: list[Frame] = []
-            if read < len(replies.told):
+            if len(replies.told) > read + read // READINGS:
                 read, frames = len(replies.told), sending.more(door.so_far(replies))
             if not await self._send(frames, client, stream, sent):
                 return

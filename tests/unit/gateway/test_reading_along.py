@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flexmarl.gateway.dialects import DIALECTS
 from flexmarl.gateway.dialects.base import Answer, Ask, OfferedTool, Refused, ReplyChoice
 from flexmarl.gateway.reply_parts import certain, certain_of_plain, plain_reply, read_reply
+from flexmarl.gateway.server import READINGS
 from flexmarl.gateway.sse import Sending
 from flexmarl.inference.pool import InferencePool
 from flexmarl.records import Generation, GenerationRequest, RowState, Version
@@ -141,6 +142,21 @@ def test_text_comes_while_it_is_sampled_a_token_behind_the_engine_at_most(endpoi
     assert len(came) > 8, "piece by piece"
     assert max(later - earlier for earlier, later in pairwise(came)) <= 1.0, "two tokens apart at most"
     assert came[0] <= came[-1] - 0.5 * (played.engine_tokens - 4)
+
+
+def test_a_long_reply_is_read_so_seldom_that_its_length_is_paid_once():
+    async def program(at: At) -> None:
+        reply = await at.client().post("chat/completions", {"messages": USER, "stream": True, "max_tokens": 6000})
+        at.notes["pieces"] = [text for text in map(text_of, reply.events) if text]
+
+    words = " ".join(f"word{number}" for number in range(400))
+    played = play(program, *model(words, token_s=0.01), agent={"sampling": {"max_tokens": 6000}})
+    pieces, tokens = played.notes["pieces"], played.engine_tokens
+    assert "".join(pieces) == words
+    assert tokens > 2000
+    assert len(pieces) <= READINGS * (2 + math.log(tokens / READINGS)) < tokens / 4
+    longest = max(len(piece) for piece in pieces[:-1])
+    assert longest <= 2 * len(words) / READINGS, "no piece is longer than a 64th of the reply, or a token more"
 
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])
