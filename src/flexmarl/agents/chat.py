@@ -203,6 +203,17 @@ class ChatRenderer:
         """Text of ids without special tokens, except those `kept`."""
         return self._tokens.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids, kept)
 
+    def decode_all(self, ids: IntArray) -> str:
+        """Text of ids with all special tokens."""
+        return self._tokens.decode(ids.tolist(), frozenset(ids.tolist()))
+
+    def without_open_bytes(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids without the bytes at their end: more of them may change the characters that these are."""
+        end = len(ids)
+        while end and ids[end - 1] in self._tokens.byte_ids:
+            end -= 1
+        return ids[:end]
+
     def render(self, messages: Sequence[Message], *, trust_special: bool = False) -> IntArray:
         """[P] prompt of a conversation, rendered anew, with the generation prompt. The array is read-only.
 

@@ -114,7 +114,7 @@ def forget(answer: "asyncio.Future[Generation]") -> None:
     """Ignores the answer of an interrupted call."""
 
 
-Hears = Callable[[IntArray], None]
+OnTokens = Callable[[IntArray], None]
 """Called with the ids of an answer as they are sampled, those of its end excepted. An id that was told stays."""
 
 
@@ -122,9 +122,9 @@ class Generate(Protocol):
     """Serves calls, any number at once. A call that cannot be served comes back with finish `error`."""
 
     def __call__(
-        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Awaitable[Generation]:
-        """Answers one call. `hears` is called if the engine and the way to it can tell what is sampled."""
+        """Answers one call. `on_tokens` is called if the engine and the way to it can tell what is sampled."""
         ...
 
 

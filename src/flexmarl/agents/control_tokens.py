@@ -44,6 +44,9 @@ class ControlTokens:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         """Ids that `decode` leaves out."""
+        bytes_of = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_ids = frozenset(index for index in bytes_of if index is not None)
+        """Ids that stand for single bytes. A run of them that is no UTF-8 is decoded into a mark for each."""
 
     def hide(self, contents: Sequence[str]) -> tuple[list[str], Mapping[int, str]]:
         """The contents, with a mark in each spelling, and in a piece of one at either end; and mark -> character."""

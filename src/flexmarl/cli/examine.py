@@ -21,7 +21,7 @@ import numpy as np
 
 from flexmarl.agents import ChatRenderer, Generate, TeamSpec
 from flexmarl.agents.characters import character_renderer
-from flexmarl.agents.context import Hears, Interrupted, forget
+from flexmarl.agents.context import Interrupted, OnTokens, forget
 from flexmarl.assemble.blueprint import open_tasks, seat_team
 from flexmarl.assemble.boxes import check_sandbox_of, sandbox_of
 from flexmarl.assemble.opened_gateway import server_or_refuse
@@ -300,7 +300,7 @@ def _scripted(
     """
 
     async def generate(
-        request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Generation:
         renderer, max_len, length = renderers[request.policy], max_lens[request.policy], len(request.prompt_ids)
         if max_len is not None and length > max_len:

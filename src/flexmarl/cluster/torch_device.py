@@ -78,22 +78,24 @@ class LockedPages:
     as a few copies. Where the system refuses, copies stay slow.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        """Locks the whole map."""
-        self._map = memory
+    def __init__(self, memory: mmap.mmap, device: torch.device) -> None:
+        """Locks the whole map. `device`: one that this process uses."""
+        self._map, self._device = memory, device
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._cuda: Any = torch.cuda.cudart()
-        refused = self._cuda.cudaHostRegister(self._address, len(memory), _FOR_ALL_DEVICES)
+        with torch.cuda.device(device):
+            refused = self._cuda.cudaHostRegister(self._address, len(memory), _FOR_ALL_DEVICES)
         self.locked = int(refused) == 0
         """False if the system refused."""
         if not self.locked:
             with suppress(RuntimeError):  # CUDA reports the refusal once more, to whoever asks next.
-                torch.zeros(1, device="cuda")
+                torch.zeros(1, device=device)
 
     def __del__(self) -> None:
         """Unlocks them: the map goes after this."""
         if getattr(self, "locked", False):
-            self._cuda.cudaHostUnregister(self._address)
+            with torch.cuda.device(self._device):
+                self._cuda.cudaHostUnregister(self._address)
 
 
 _FOR_ALL_DEVICES = 1

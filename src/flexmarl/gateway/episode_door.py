@@ -43,6 +43,7 @@ from flexmarl.gateway.reply_parts import (
     forced_words,
     plain_reply,
     read_reply,
+    thought_opened,
 )
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn
@@ -50,7 +51,7 @@ from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scal
 MOST_VOICES = 64
 """Most sets of tools that the seats of one episode may offer: each has a renderer of its own."""
 
-TAIL = 8
+TAIL = 16
 """Tokens at the end of a prompt in which a template may begin a thought."""
 WIRE_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 """The beginnings that the dialects write before the name of a reply, as its id."""
@@ -351,14 +352,12 @@ class EpisodeDoor:
                 self._tasks.create_task(_fail(EpisodeError(f"{spent}; its program asked for more")), name="door/spent")
             raise Refused(spent, code="call_budget_spent")
         plan, begun, hidden, voice = self._prompt(seat, ask, session)
+        opened = ask.prompt is None and thought_opened(voice.spec.renderer.decode_all(plan.ids[-TAIL:]))
         if begun:
             plan = replace(plan, ids=self._begun_ids(seat, ask, plan, begun))
         name = f"{self._context.trajectory_id}-{exchange.number}"
         replies = Replies(exchange, ask, seat, voice, plan, begun, hidden, name)
-        replies.created = int(asyncio.get_running_loop().time())
-        if ask.prompt is None:
-            before = voice.caller.text_of(plan.ids[-TAIL:]) + begun[:hidden]
-            replies.opened = before.rstrip().endswith("<think>")
+        replies.created, replies.opened = int(asyncio.get_running_loop().time()), opened
         most, limit = self._max_tokens(replies), self._limits.get(voice.spec.policy)
         if limit is not None and len(plan.ids) + most > limit:
             raise overflow(len(plan.ids), most, limit)
@@ -449,10 +448,12 @@ class EpisodeDoor:
         self.deliveries.finished(replies.exchange)
         if not replies.answer.done():
             replies.answer.set_result(_answer(replies, drawn))
+            replies.streamed.clear()
 
     def so_far(self, replies: Replies) -> Answer:
         """The part of a request's only reply that is certain while it is sampled; it says nothing of its end."""
-        ask, text = replies.ask, replies.voice.caller.text_of(np.asarray(replies.told, np.int32))
+        ask, spec = replies.ask, replies.voice.spec
+        text = replies.voice.caller.text_of(np.asarray(spec.renderer.without_open_bytes(replies.streamed), np.int32))
         if ask.prompt is not None:
             found = certain_of_plain(text, ask.stop)
         else:
@@ -546,7 +547,7 @@ class EpisodeDoor:
     def _read(self, replies: Replies, turn: Turn | None) -> int:
         """Tokens of a reply whose text was sent before its client went."""
         characters = replies.exchange.characters
-        ids = np.asarray(replies.told, np.int32) if turn is None else turn.response_ids
+        ids = np.asarray(replies.streamed, np.int32) if turn is None else turn.response_ids
         if not characters:
             return 0
         low, high = 0, len(ids)

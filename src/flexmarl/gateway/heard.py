@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from flexmarl.agents.caller import AgentSpec, Caller
-from flexmarl.agents.context import Generate, Hears, Interrupted, forget
+from flexmarl.agents.context import Generate, Interrupted, OnTokens, forget
 from flexmarl.errors import EngineError
 from flexmarl.gateway.account import Account
 from flexmarl.gateway.delivery import Exchange
@@ -59,22 +59,26 @@ class Replies:
     """The event loop's time at which it was asked for, in seconds."""
     hop: int = 0
     """Number of its call in the episode, if somebody reads along."""
-    told: list[int] = field(default_factory=list)
+    streamed: list[int] = field(default_factory=list)
     """Ids that were sampled so far, if somebody reads along."""
     _news: "asyncio.Future[None] | None" = None
 
-    def hear(self, ids: IntArray) -> None:
+    def add_tokens(self, ids: IntArray) -> None:
         """Adds ids that were sampled, and wakes those who read along."""
-        self.told.extend(ids.tolist())
+        self.streamed.extend(ids.tolist())
         if self._news is not None:
             self._news.set_result(None)
             self._news = None
 
-    def news(self) -> "asyncio.Future[None]":
-        """Done at the next `hear`."""
+    def news(self, read: int) -> "asyncio.Future[None]":
+        """Done if there are more ids than `read`, else at the next `add_tokens`."""
         if self._news is None:
             self._news = asyncio.get_running_loop().create_future()
-        return self._news
+        found = self._news
+        if len(self.streamed) > read:
+            self._news.set_result(None)
+            self._news = None
+        return found
 
     def refuse(self, refused: Refused) -> None:
         """Ends the wait of its clients with an error."""
@@ -97,7 +101,7 @@ class HeardGenerate:
         """Calls that were given up; each future will soon hold the sampled tokens."""
 
     async def __call__(
-        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Generation:
         """Serves one call. A client that wants a stream of one reply reads along."""
         sample_id, choice = SampleId(request.request_id), SAMPLED.get()
@@ -110,8 +114,8 @@ class HeardGenerate:
 
         replies, _ = choice
         if replies.ask.stream and replies.ask.n == 1:
-            replies.hop, hears = split_sample_id(sample_id)[1], replies.hear
-        generation = await self._generate(request, interrupted=left, hears=hears)
+            replies.hop, on_tokens = split_sample_id(sample_id)[1], replies.add_tokens
+        generation = await self._generate(request, interrupted=left, on_tokens=on_tokens)
         self._account.sampled[sample_id] = len(generation.response_ids)
         return generation
 

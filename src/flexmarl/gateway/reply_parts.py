@@ -54,7 +54,7 @@ def read_reply(
     does not hold."""
     text, stopped_by = _stopped(text, stop)
     whole = (begun + text)[hidden:]
-    thought, begin = _thought(whole, opened=opened)
+    thought, begin = _thought(whole, before=begun[:hidden], opened=opened)
     spoken = whole[begin:]
     found = syntax.parse(spoken) if tools and syntax else ()
     calls = _objects(found, {tool.name: tool for tool in tools})
@@ -64,12 +64,31 @@ def read_reply(
     return ReplyParts(text=prose, thought=thought, calls=tuple(calls), stopped_by=stopped_by)
 
 
-def _thought(whole: str, *, opened: bool) -> tuple[str, int]:
+def thought_opened(end: str) -> bool:
+    """True if a prompt with this end, special tokens included, has begun a thought.
+
+    >>> thought_opened("<|assistant|><think> "), thought_opened("<think><|end|><|assistant|>")
+    (True, False)
+    """
+    _, mark, rest = end.rpartition(_OPENING)
+    return bool(mark) and not rest.strip()
+
+
+def _begins(whole: str, before: str, *, opened: bool) -> tuple[bool, bool]:
+    """Whether a reply begins with a thought: (surely, if it ends one). `before`: the client's own words before it."""
+    _, mark, inside = before.rpartition(_OPENING)
+    surely = bool(mark) and _CLOSING not in inside
+    may = surely or (opened and _CLOSING not in before)
+    return surely or whole.lstrip().startswith(_OPENING), may
+
+
+def _thought(whole: str, *, before: str, opened: bool) -> tuple[str, int]:
     """The thought that a reply begins with, and the place behind it. One that has not ended has no place behind it.
 
-    What the prompt has `opened` and the reply never ends was no thought: many a model writes none.
+    What the template has `opened` and the reply never ends was no thought: many a model writes none.
     """
-    if not (whole.lstrip().startswith(_OPENING) or (opened and _CLOSING in whole)):
+    surely, may = _begins(whole, before, opened=opened)
+    if not (surely or (may and _CLOSING in whole)):
         return "", 0
     inner, _, rest = whole.partition(_CLOSING)
     return _bare(inner), len(whole) - len(rest.lstrip("\n"))
@@ -104,14 +123,15 @@ def certain(
     >>> certain("<think>12 dozen</th"), certain("<think>12 dozen</think>I look <tool")
     (Certain(thought='12 dozen', text=''), Certain(thought='12 dozen', text='I look <tool'))
     """
-    text, stopped_by = _stopped(text.rstrip(_HALF), stop)
-    whole = (begun + (text if stopped_by else _without_beginning_of(stop, text)))[hidden:]
-    lead, (inner, closed, rest) = whole.lstrip(), whole.partition(_CLOSING)
-    if closed and (opened or lead.startswith(_OPENING)):
+    whole = (begun + _certainly_before(stop, text))[hidden:]
+    surely, may = _begins(whole, begun[:hidden], opened=opened)
+    inner, closed, rest = whole.partition(_CLOSING)
+    if closed and (surely or may):
         thought, spoken = _bare(inner), rest.lstrip("\n")
-    elif lead.startswith(_OPENING):
-        return Certain(_bare(_without_beginning_of((_CLOSING,), inner)))
-    elif opened or _OPENING.startswith(lead):
+    elif surely:
+        inner = _without_beginning_of((_CLOSING,), inner)
+        return Certain() if _OPENING.startswith(inner.lstrip()) else Certain(_bare(inner))
+    elif may or _OPENING.startswith(whole.lstrip()):
         return Certain()
     else:
         thought, spoken = "", whole
@@ -122,8 +142,13 @@ def certain(
 
 def certain_of_plain(text: str, stop: Sequence[str] = ()) -> Certain:
     """The same for `plain_reply`."""
-    text, stopped_by = _stopped(text.rstrip(_HALF), stop)
-    return Certain(text=text if stopped_by else _without_beginning_of(stop, text))
+    return Certain(text=_certainly_before(stop, text))
+
+
+def _certainly_before(stop: Sequence[str], text: str) -> str:
+    """The text before all that is a stop text, or may be the beginning of one."""
+    text = text.rstrip(_HALF)
+    return min(_stopped(text, stop)[0], _without_beginning_of(stop, text), key=len)
 
 
 def _before_a_call(spoken: str, syntax: Syntax) -> str:

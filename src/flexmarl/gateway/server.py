@@ -41,8 +41,8 @@ from flexmarl.gateway.sse import FIRST_BEAT_S, Client, EventResponse, Sending
 
 COUNT = "messages/count_tokens"
 READINGS = 64
-"""A reply is read again when it has grown by this part of its tokens, or one: each reading takes all of it, and a piece
-for each token of a long reply would cost as much as the square of its length."""
+"""A reply is read again when it has grown by more than such a part: each reading takes all of it, and a piece for each
+token of a long reply would cost as much as the square of its length."""
 
 
 def seats_alone(sessions: Sessions) -> Starlette:
@@ -161,14 +161,15 @@ class DoorApp:
     ) -> None:
         ask, stream = replies.ask, EventResponse(send)
         await stream.start()
-        sending, read, clock = Sending(dialect, ask), 0, asyncio.get_running_loop().time
+        sending, clock = Sending(dialect, ask), asyncio.get_running_loop().time
+        read = enough = 0
         beat_at = clock() + min(FIRST_BEAT_S, self._settings.heartbeat_s)
-        while not await client.waits_for(replies.answer, max(0.0, beat_at - clock()), replies.news()):
+        while not await client.waits_for(replies.answer, max(0.0, beat_at - clock()), replies.news(enough)):
             if client.is_gone:
                 return
             frames: list[Frame] = []
-            if len(replies.told) > read + read // READINGS:
-                read, frames = len(replies.told), sending.more(door.so_far(replies))
+            if (number := len(replies.streamed)) > (read if clock() >= beat_at else enough):
+                read, enough, frames = number, number + number // READINGS, sending.more(door.so_far(replies))
             if not await self._send(frames, client, stream, sent):
                 return
             if not frames and clock() >= beat_at:

@@ -10,7 +10,6 @@ import asyncio
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import cast
 
 import numpy as np
@@ -100,16 +99,16 @@ class Call:
     """True while the call is in the line."""
     part: Generation | None = None
     """Tokens that earlier instances sampled for the answer."""
-    hears: Callable[[IntArray], None] | None = None
+    on_tokens: Callable[[IntArray], None] | None = None
     """Gets the tokens of the answer as they are sampled, but for those of its end."""
-    told: list[Generation] = field(default_factory=list)
-    """Parts of its answer that `instance` has told so far."""
+    streamed: list[Generation] = field(default_factory=list)
+    """Parts of its answer that `instance` has streamed so far."""
 
-    def tell(self, part: Generation) -> None:
+    def stream(self, part: Generation) -> None:
         """Adds tokens that were sampled to those that the caller has heard. From now on they stay."""
-        if self.hears is not None and not self.answer.done():
-            self.told.append(part)
-            self.hears(part.response_ids)
+        if self.on_tokens is not None and not self.answer.done():
+            self.streamed.append(part)
+            self.on_tokens(part.response_ids)
 
     def end(self, generation: Generation) -> None:
         """Gives the caller the whole answer: earlier parts, then `generation`. Ignored if the answer is done."""
@@ -118,17 +117,17 @@ class Call:
 
     def keep(self, part: Generation) -> None:
         """Keeps a part of the answer: the request then asks another instance for the rest."""
-        heard = sum(len(one.response_ids) for one in self.told)
-        if self.hears is not None and heard < len(part.response_ids):
-            self.hears(part.response_ids[heard:])
-        self.told.clear()
+        heard = sum(len(one.response_ids) for one in self.streamed)
+        if self.on_tokens is not None and heard < len(part.response_ids):
+            self.on_tokens(part.response_ids[heard:])
+        self.streamed.clear()
         self.request = rest_of(self.request, part)
         self.part = self.whole(part)
 
-    def keep_told(self) -> None:
-        """Keeps what was told of an answer whose instance is lost."""
-        if self.told:
-            self.keep(reduce(joined, self.told))
+    def keep_streamed(self) -> None:
+        """Keeps what was streamed of an answer whose instance is lost."""
+        if self.streamed:
+            self.keep(joined(*self.streamed))
 
     def whole(self, generation: Generation) -> Generation:
         """Earlier parts of the answer, joined with `generation`."""
@@ -202,20 +201,23 @@ def rest_of(request: GenerationRequest, part: Generation) -> GenerationRequest:
     )
 
 
-def joined(part: Generation, rest: Generation) -> Generation:
-    """Joins two parts of an answer: tokens and version runs of both, finish reason of the second."""
-    sampled = len(part.response_ids)
-    if not sampled:
-        return rest
-    runs = list(part.versions)
-    for run in rest.versions if len(rest.response_ids) else ():
-        if run.version != runs[-1].version:
-            runs.append(VersionRun(sampled + run.start, run.version))
+def joined(*parts: Generation) -> Generation:
+    """Joins the parts of an answer: tokens and version runs of all, finish reason of the last."""
+    full, last = [part for part in parts if len(part.response_ids)], parts[-1]
+    if (len(full) == 1 and full[0] is last) or not full:
+        return last
+    runs: list[VersionRun] = []
+    sampled = 0
+    for part in full:
+        for run in part.versions:
+            if not runs or run.version != runs[-1].version:
+                runs.append(VersionRun(sampled + run.start, run.version))
+        sampled += len(part.response_ids)
     return replace(
-        rest,
-        response_ids=np.concatenate([part.response_ids, rest.response_ids]),
-        logprobs=np.concatenate([part.logprobs, rest.logprobs]),
-        raw_logprobs=np.concatenate([part.raw_logprobs, rest.raw_logprobs]),
+        last,
+        response_ids=np.concatenate([part.response_ids for part in full]),
+        logprobs=np.concatenate([part.logprobs for part in full]),
+        raw_logprobs=np.concatenate([part.raw_logprobs for part in full]),
         versions=tuple(runs),
-        reused_tokens=part.reused_tokens,
+        reused_tokens=full[0].reused_tokens,
     )

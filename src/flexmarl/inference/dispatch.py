@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from flexmarl.errors import EngineError
 from flexmarl.events.event import Events
-from flexmarl.inference.calls import Call, Instance, Line
+from flexmarl.inference.calls import Call, Instance, Line, joined
 from flexmarl.inference.instances import Instances, Start
 from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.records import FinishReason, Generation, GenerationProgress, InstanceId, unserved
@@ -63,10 +63,13 @@ class Dispatch:
             self._instances.lose(instance.name, f"aborting failed: {error}")
 
     def unserved(self, call: Call) -> Generation:
-        """An answer without tokens and with finish `abort`, for a call whose instance is missing or does not answer."""
+        """An answer with finish `abort`, for a call whose instance is missing or does not answer.
+
+        It has the tokens that the instance has streamed.
+        """
         instance = call.instance
         version = FIRST_VERSION if instance is None or instance.lost else instance.version
-        return unserved(call.request, version, FinishReason.ABORT)
+        return joined(*call.streamed, unserved(call.request, version, FinishReason.ABORT))
 
     def _give_out(self) -> None:
         self._due = False
@@ -116,7 +119,7 @@ class Dispatch:
                 async for generation in instance.engine.generate([call.request for call in undone.values()]):
                     if isinstance(generation, GenerationProgress):
                         await instance.acknowledged(generation.part)
-                        undone[generation.request_id].tell(generation.part)
+                        undone[generation.request_id].stream(generation.part)
                         continue
                     await instance.acknowledged(generation)
                     self._answered(undone.pop(generation.request_id), generation)
@@ -130,7 +133,7 @@ class Dispatch:
         """Puts the calls that an instance did not answer back into the line."""
         for call in undone.values():
             self._freed(call)
-            call.keep_told()
+            call.keep_streamed()
             self.add(call)
 
     def _answered(self, call: Call, generation: Generation) -> None:

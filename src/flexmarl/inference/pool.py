@@ -177,7 +177,7 @@ class InferencePool:
         *,
         timeout_s: float | None = None,
         interrupted: Callable[[asyncio.Future[Generation]], None] | None = None,
-        hears: Callable[[IntArray], None] | None = None,
+        on_tokens: Callable[[IntArray], None] | None = None,
     ) -> Generation:
         """Returns the answer to one request. After `timeout_s` it is aborted: the tokens so far, with finish `abort`.
 
@@ -185,8 +185,8 @@ class InferencePool:
         caller aborts the request; `interrupted` then gets the future of the tokens so far, which is done within the
         grace period. Raises EngineError if no instance of the policy is left and nothing was sampled.
 
-        `hears` gets the ids of the answer as they are sampled, but for its last ones, if the engine can tell them. If
-        the instance is then lost, another one goes on behind them.
+        `on_tokens` gets the ids of the answer as they are sampled, but for its last ones, if the engine streams them.
+        If the instance is then lost, another one goes on behind them.
 
         A request with the id of one that was cancelled waits until that one is aborted: engines abort by ids.
         """
@@ -194,9 +194,9 @@ class InferencePool:
         while earlier := self._aborting.get(request.request_id):
             await asyncio.wait([earlier])
         loop = asyncio.get_running_loop()
-        if hears is not None:
+        if on_tokens is not None:
             request = replace(request, streams=True)
-        call = Call(request, next(self._numbers), loop.create_future(), asked_at=loop.time(), hears=hears)
+        call = Call(request, next(self._numbers), loop.create_future(), asked_at=loop.time(), on_tokens=on_tokens)
         dispatch = self._dispatches[request.policy]
         dispatch.add(call)
         self._under_way += 1

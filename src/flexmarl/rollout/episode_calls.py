@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flexmarl.agents import Generate
-from flexmarl.agents.context import Hears, Interrupted, forget
+from flexmarl.agents.context import Interrupted, OnTokens, forget
 from flexmarl.errors import EpisodeError
 from flexmarl.records import Generation, GenerationRequest, PolicyName
 
@@ -108,7 +108,7 @@ class EpisodeCalls:
         return 0.0 if self._cuts else asyncio.get_running_loop().time() - self._idle_since
 
     async def send(
-        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Generation:
         """Sends one call, once it may be sent. Raises EpisodeError if the episode ends before the answer."""
         if self._closed:
@@ -122,7 +122,7 @@ class EpisodeCalls:
                     if held is not None:
                         with self._limit.paused():
                             await held
-                    return await self._generate(request, interrupted=interrupted, hears=hears)
+                    return await self._generate(request, interrupted=interrupted, on_tokens=on_tokens)
                 finally:
                     del self._cuts[cut]
                     self._idle_since = asyncio.get_running_loop().time()
@@ -187,14 +187,14 @@ class Lockstep:
         /,
         *,
         interrupted: Interrupted = forget,
-        hears: Hears | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Generation:
         call = _Call(episode, request.policy)
         self._waiting.append(call)
         self._advance()
         try:
             await call.turn
-            return await generate(request, interrupted=interrupted, hears=hears)
+            return await generate(request, interrupted=interrupted, on_tokens=on_tokens)
         finally:
             self._end(call)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from flexmarl.agents import Team, TeamSpec, Workflow
-from flexmarl.agents.context import Hears, Interrupted, forget
+from flexmarl.agents.context import Interrupted, OnTokens, forget
 from flexmarl.agents.workflow_tasks import end_leftover_tasks
 from flexmarl.cluster.host import ErrorWithoutInit, portable
 from flexmarl.cluster.proxy import sends
@@ -277,7 +277,7 @@ class EpisodeLink:
         self._held: dict[int, AbstractContextManager[None]] = {}
 
     async def generate(
-        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Generation:
         """Asks the controller for a call. Nothing is heard before its answer."""
         number, answer = self.ask(request)

@@ -104,16 +104,16 @@ class ModelledEngine:
         elif calls:
             self._arrive(calls)
         try:
-            told = dict.fromkeys((name for name, call in calls.items() if call.request.streams), 0)
+            streamed = dict.fromkeys((name for name, call in calls.items() if call.request.streams), 0)
             left = len(requests)
             while left:
                 try:
-                    async with asyncio.timeout_at(self._next_news() if told else None):
+                    async with asyncio.timeout_at(self._next_news() if streamed else None):
                         answer = await answers.get()
                 except TimeoutError:
-                    for name in told:
-                        if progress := self._progress(calls[name], told[name]):
-                            told[name] += len(progress.part.response_ids)
+                    for name in streamed:
+                        if progress := self._progress(calls[name], streamed[name]):
+                            streamed[name] += len(progress.part.response_ids)
                             yield progress
                     continue
                 if isinstance(answer, EngineError):
@@ -127,16 +127,16 @@ class ModelledEngine:
         """When to look for tokens again: after the step in progress, or in a while if there is none."""
         return min(self._batch.next_boundary(_now()), _now() + LOOK_S)
 
-    def _progress(self, call: ModelledCall, told: int) -> GenerationProgress | None:
-        """The tokens of a call behind the first `told`, without its last one; None if there are none."""
+    def _progress(self, call: ModelledCall, streamed: int) -> GenerationProgress | None:
+        """The tokens of a call behind the first `streamed`, without its last one; None if there are none."""
         if call.over or call.place is None:
             return None
         number = min(call.place.sampled_at(self._batch.steps_at(_now())), len(call.ids) - 1)
-        if number <= told:
+        if number <= streamed:
             return None
-        versions = self._loads.runs(call.place.first + told, number - told)
-        logprobs = self._logprobs(call.request, number)[told:]
-        part = call.generation(call.ids[told:number], logprobs, FinishReason.ABORT, versions)
+        versions = self._loads.runs(call.place.first + streamed, number - streamed)
+        logprobs = self._logprobs(call.request, number)[streamed:].copy()
+        part = call.generation(call.ids[streamed:number], logprobs, FinishReason.ABORT, versions)
         return GenerationProgress(request_id=call.request.request_id, part=part)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexmarl.agents.context import Hears, Interrupted, context_hash, forget
+from flexmarl.agents.context import Interrupted, OnTokens, context_hash, forget
 from flexmarl.records import FinishReason, Generation, GenerationRequest, SampleId, Turn, Version, VersionRun
 
 Script = Callable[[str, GenerationRequest], str]
@@ -27,7 +27,7 @@ class ScriptedModel:
         self._tokenizer, self._script, self._delay_s = tokenizer, script, delay_s
 
     async def __call__(
-        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Generation:
         """Answers one call. If the call is cancelled, nothing is sampled."""
         self.requests.append(request)

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from flexmarl.agents import ChatRenderer, Team, TeamSpec
-from flexmarl.agents.context import Hears, Interrupted, forget
+from flexmarl.agents.context import Interrupted, OnTokens, forget
 from flexmarl.agents.doors import Door
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.events.event import Events
@@ -98,7 +98,7 @@ class TokenModel:
         self._tokenizer, self._script, self._token_s, self._scramble = tokenizer, script, token_s, scramble
 
     async def __call__(
-        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, hears: Hears | None = None
+        self, request: GenerationRequest, /, *, interrupted: Interrupted = forget, on_tokens: OnTokens | None = None
     ) -> Generation:
         self.requests.append(request)
         prompt = self._tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False)
@@ -110,8 +110,8 @@ class TokenModel:
                 await asyncio.sleep(self._token_s)
                 sampled.append(one)
                 self.tokens += 1
-                if hears is not None and len(sampled) < len(ids):
-                    hears(np.asarray([one], np.int32))
+                if on_tokens is not None and len(sampled) < len(ids):
+                    on_tokens(np.asarray([one], np.int32))
         except asyncio.CancelledError:
             answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
             answer.set_result(self._generation(request, sampled, FinishReason.ABORT))

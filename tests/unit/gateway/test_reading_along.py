@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from flexmarl.agents import ChatRenderer
 from flexmarl.gateway.dialects import DIALECTS
 from flexmarl.gateway.dialects.base import Answer, Ask, OfferedTool, Refused, ReplyChoice
 from flexmarl.gateway.reply_parts import certain, certain_of_plain, plain_reply, read_reply
@@ -21,11 +24,12 @@ from flexmarl.records import Generation, GenerationRequest, RowState, Version
 from flexmarl.testing.gateway import AsgiClient, joined_chat, joined_messages, joined_response
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.tools import TagSyntax
-from tests.unit.gateway.doors import POLICY, At, play
+from tests.unit.agents.tokenizers_for_tests import CHATML, byte_pairs
+from tests.unit.gateway.doors import POLICY, At, TokenModel, play
 from tests.unit.gateway.test_sessions import CALL, TOOLS, USER, model
 
 ADD = OfferedTool(name="add")
-STOPS = ("END", "NOW", "</s>", "DEN")
+STOPS = ("END", "NOW", "</s>", "DEN", "N", "ven")
 FRAGMENTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
     "<tool_call>{", "<", "</", "<th", "E", "EN", "END", "N", "</s", " ", "\n", "\n\n", "seven", "é", "\ufffd",
@@ -36,7 +40,7 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join)
 @settings(max_examples=600, deadline=None)
 @given(
     text=TEXTS,
-    prefill=st.sampled_from(["", "So: ", "<think>"]),
+    prefill=st.sampled_from(["", "So: ", "<think>", "<think>hm", "<think>hm</think>"]),
     forced=st.sampled_from(["", '<tool_call>{"name": "add", "arguments": ']),
     opened=st.booleans(),
     tools=st.booleans(),
@@ -54,6 +58,20 @@ def test_whatever_follows_the_reply_begins_with_what_is_certain(text, prefill, f
         assert now.text.startswith(before.text), "what was certain stays"
         assert not now.text or now.thought == whole.thought, "a thought is over when the text begins"
         before = now
+
+
+@pytest.mark.parametrize(
+    ("reply", "how", "thought", "said"),
+    [
+        (" I add.</think>\n\nSeven.", {"begun": "First", "hidden": 5, "opened": True}, "I add.", "Seven."),
+        (" and more</think>Seven.", {"begun": "<think>hm", "hidden": 9}, "and more", "Seven."),
+        (" and more", {"begun": "<think>hm", "hidden": 9}, "and more", ""),
+        ("Seven </think>", {"begun": "hm</think>", "hidden": 10, "opened": True}, "", "Seven </think>"),
+    ],
+)
+def test_a_thought_that_a_prefill_is_in_is_one(reply, how, thought, said):
+    parts = read_reply(reply, **how)
+    assert (parts.thought, parts.text) == (thought, said)
 
 
 @given(text=TEXTS, stop=st.lists(st.sampled_from(STOPS), unique=True, max_size=3))
@@ -228,6 +246,59 @@ def test_a_client_that_goes_in_the_middle_leaves_a_row_that_says_how_much_it_has
     read, total = map(int, re.findall(r"\d+", row.reason))
     assert 0 < read < total == played.engine_tokens == len(row.response_ids)
     assert model()[1].decode(row.response_ids[:read]) == played.notes["read"], row.reason
+
+
+@pytest.mark.parametrize(("tail", "prefill"), [("<think>\n", ""), ("<think>\n", "First"), ("", "<think>First")])
+def test_a_template_or_a_prefill_that_begins_a_thought_is_seen_in_the_prompt(tail, prefill):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}"
+    tokenizer = byte_pairs(template + "assistant: " + tail + "{% endif %}")
+
+    async def program(at: At) -> None:
+        said = [*USER, {"role": "assistant", "content": prefill}] if prefill else USER
+        at.notes["whole"] = (await at.client().post("messages", {"messages": said, "max_tokens": 99})).json["content"]
+
+    played = play(program, TokenModel(tokenizer, lambda *_: " I add.</think>\n\nSeven."), tokenizer)
+    thought, said = played.notes["whole"]
+    assert (thought["thinking"], said["text"]) == ("I add.", "Seven.")
+
+
+def test_words_of_a_user_do_not_begin_a_thought():
+    async def program(at: At) -> None:
+        body = {"messages": [{"role": "user", "content": "What is <think>"}], "stream": True}
+        client = Watch(at)
+        await client.post("chat/completions", body)
+        at.notes["times"] = client.times
+
+    played = play(program, *model("It is seven, and so on.", token_s=0.5))
+    assert played.notes["times"][0] <= 1.0, "the text comes from its first token on"
+
+
+def test_bytes_at_the_end_are_held_back_where_tokens_stand_for_bytes():
+    renderer = ChatRenderer(bytes_for_unknown())
+    so = renderer.encode_text("so ")
+    smile = [bytes_token(renderer, byte) for byte in "😀".encode()]
+    assert renderer.decode([*so, *smile]) == "so 😀"
+    assert renderer.without_open_bytes([*so, *smile]) == so
+    assert renderer.without_open_bytes([*smile, *so]) == [*smile, *so]
+    broken = renderer.decode([*so, *smile, bytes_token(renderer, 0xFF)])
+    assert not broken.startswith("so 😀"), "witness: more bytes change what these were"
+
+
+def bytes_token(renderer: ChatRenderer, byte: int) -> int:
+    (token,) = [
+        one for one in renderer._tokens.byte_ids if renderer._tokens._backend.id_to_token(one) == f"<0x{byte:02X}>"
+    ]
+    return token
+
+
+def bytes_for_unknown() -> PreTrainedTokenizerFast:
+    """Words, and bytes for all that is none, as Llama 2 and Gemma have them."""
+    names = ["<|im_start|>", "<|im_end|>", *(f"<0x{byte:02X}>" for byte in range(256)), "s", "o", " "]
+    made = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    return tokenizer
 
 
 @pytest.mark.parametrize("endpoint", ["chat/completions", "messages", "responses"])

@@ -120,7 +120,7 @@ def test_behind_what_was_told_by_a_lost_instance_another_one_goes_on():
         engines, heard = [Telling(dies_after=3), Telling(dies_after=4), Telling()], []
         async with InferencePool({POLICY: engines}).open() as pool:
             one = request("r", max_tokens=10)
-            answer = await pool.generate(one, hears=lambda ids: heard.append(utf8_text(ids.tolist())))
+            answer = await pool.generate(one, on_tokens=lambda ids: heard.append(utf8_text(ids.tolist())))
             assert len(pool.lost) == 2
         assert "".join(heard) == LETTERS[:-1], "each once, in order; the last one comes with the answer"
         assert utf8_text(answer.response_ids.tolist()) == LETTERS
@@ -149,13 +149,14 @@ def test_a_caller_that_leaves_in_the_middle_gets_all_that_was_sampled():
         heard, left = [], []
         async with InferencePool({POLICY: [Telling()]}, PoolSettings(abort_grace_s=2.0)).open() as pool:
             one = request("r", max_tokens=10)
-            asking = asyncio.create_task(pool.generate(one, interrupted=left.append, hears=heard.append))
+            asking = asyncio.create_task(pool.generate(one, interrupted=left.append, on_tokens=heard.append))
             await asyncio.sleep(3.5)
             asking.cancel()
             await asyncio.wait([asking])
             assert len(heard) == 3
-            await asyncio.wait([left[0]])
-            assert len((await left[0]).response_ids) == 0, "this engine hears no abort, so nothing is known in time"
+            answer = await left[0]
+            assert utf8_text(answer.response_ids.tolist()) == LETTERS[:5], "with those of the grace of two seconds"
+            assert answer.logprobs.tolist() == [-letter for letter in utf8_ids(LETTERS[:5])]
 
     run_virtual(scenario())
 
@@ -165,11 +166,11 @@ def test_a_modelled_engine_tells_after_every_step_also_across_a_load_and_a_loss(
         engines = [ScriptedEngine(lambda one: LETTERS, latency_s=1.0) for _ in range(2)]
         heard = []
 
-        def hears(ids):
+        def on_tokens(ids):
             heard.append((asyncio.get_running_loop().time(), utf8_text(ids.tolist())))
 
         async with InferencePool({POLICY: engines}).open() as pool:
-            asking = asyncio.create_task(pool.generate(request("r", max_tokens=10), hears=hears))
+            asking = asyncio.create_task(pool.generate(request("r", max_tokens=10), on_tokens=on_tokens))
             await asyncio.sleep(3.5)
             await pool.load_weights(POLICY, FIRST)
             engines[0].fail("its machine is gone")
@@ -190,7 +191,9 @@ def test_what_a_moved_instance_had_not_told_yet_is_told_before_another_one_goes_
             for policy in (POLICY, OTHER):
                 await pool.load_weights(policy, FIRST)
             one = request("r", max_tokens=10)
-            asking = asyncio.create_task(pool.generate(one, hears=lambda ids: heard.append(utf8_text(ids.tolist()))))
+            asking = asyncio.create_task(
+                pool.generate(one, on_tokens=lambda ids: heard.append(utf8_text(ids.tolist())))
+            )
             await asyncio.sleep(3.5)
             busy = next(name for name, use in (await pool.usage()).items() if use.running)
             await pool.move(busy, to=OTHER)
@@ -214,7 +217,7 @@ def test_nothing_is_heard_of_a_version_that_the_instance_has_not_acknowledged():
         engines, heard = [Early(), Telling()], []
         async with InferencePool({POLICY: engines}).open() as pool:
             one = request("r", max_tokens=10)
-            answer = await pool.generate(one, hears=lambda ids: heard.append(utf8_text(ids.tolist())))
+            answer = await pool.generate(one, on_tokens=lambda ids: heard.append(utf8_text(ids.tolist())))
             assert "has acknowledged 0" in str(pool.lost)
         assert "".join(heard) == LETTERS[:-1]
         assert {run.version for run in answer.versions} == {0}

@@ -19,7 +19,6 @@ from flexmarl.gateway.dialects.base import (
     Said,
     asked_of,
     checked,
-    event,
     ignored_fields,
     offered,
     text_of_parts,
@@ -148,7 +147,7 @@ class Messages:
 
     def error_frame(self, refused: Refused) -> str:
         """The event `error`."""
-        return event(self.error(refused), "error").text
+        return Frame(self.error(refused), "error").text
 
 
 def _blocks(choice: ReplyChoice, cut: Cut) -> Iterator[tuple[dict[str, Any], list[tuple[dict[str, Any], int]]]]:
@@ -168,7 +167,7 @@ def _blocks(choice: ReplyChoice, cut: Cut) -> Iterator[tuple[dict[str, Any], lis
 
 
 def _event(kind: str, characters: int = 0, **fields: Any) -> Frame:
-    return event({"type": kind, **fields}, kind, characters)
+    return Frame({"type": kind, **fields}, kind, characters)
 
 
 def _use(call: SaidCall) -> dict[str, Any]:

@@ -145,12 +145,20 @@ class Answer:
 
 
 class Frame(NamedTuple):
-    """One event of a stream."""
+    """One event of a stream. It is encoded when it is sent: each reading makes those again that were sent before."""
 
-    text: str
-    """The event as it is sent."""
+    data: Mapping[str, Any] | str
+    """A text is sent as it is."""
+    name: str = ""
     characters: int = 0
     """Characters of the reply that it holds."""
+
+    @property
+    def text(self) -> str:
+        """The server-sent event."""
+        head = f"event: {self.name}\n" if self.name else ""
+        data = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
+        return f"{head}data: {data}\n\n"
 
 
 Cut = Callable[[str], Sequence[str]]
@@ -274,12 +282,6 @@ def offered(name: Any, description: Any, parameters: Any, where: str) -> Offered
 def asked_of(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The sampling values that a body asks for."""
     return {name: body[name] for name in names if body.get(name) is not None}
-
-
-def event(data: Mapping[str, Any], name: str = "", characters: int = 0) -> Frame:
-    """A server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return Frame(f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n", characters)
 
 
 def by_words(text: str, size: int = 32) -> list[str]:

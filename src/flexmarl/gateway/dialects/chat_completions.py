@@ -20,7 +20,6 @@ from flexmarl.gateway.dialects.base import (
     SampledBody,
     asked_of,
     checked,
-    event,
     ignored_fields,
     offered,
     text_of_parts,
@@ -119,7 +118,7 @@ class ChatCompletions:
 
         def chunk(index: int, delta: Mapping[str, Any], characters: int = 0, **more: Any) -> Frame:
             choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
-            return event({**head, "choices": [choice]}, characters=characters)
+            return Frame({**head, "choices": [choice]}, characters=characters)
 
         for index, choice in enumerate(answer.choices):
             yield chunk(index, {"role": "assistant", "content": ""})
@@ -140,8 +139,8 @@ class ChatCompletions:
                 more["token_ids"] = [*choice.ids]
             yield chunk(index, {}, **more)
         if ask.usage:
-            yield event({**head, "choices": [], "usage": usage_of(answer)})
-        yield Frame("data: [DONE]\n\n")
+            yield Frame({**head, "choices": [], "usage": usage_of(answer)})
+        yield Frame("[DONE]")
 
     def error(self, refused: Refused) -> dict[str, Any]:
         """OpenAI's error."""
@@ -149,7 +148,7 @@ class ChatCompletions:
 
     def error_frame(self, refused: Refused) -> str:
         """An event that the SDK raises."""
-        return event(openai_error(refused)).text
+        return Frame(openai_error(refused)).text
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:

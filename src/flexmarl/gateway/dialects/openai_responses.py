@@ -17,7 +17,6 @@ from flexmarl.gateway.dialects.base import (
     Said,
     asked_of,
     checked,
-    event,
     ignored_fields,
     offered,
     text_of_parts,
@@ -93,7 +92,7 @@ class Responses:
         def made(kind: str, characters: int = 0, **fields: Any) -> Frame:
             nonlocal number
             number += 1
-            return event({"type": kind, "sequence_number": number - 1, **fields}, kind, characters)
+            return Frame({"type": kind, "sequence_number": number - 1, **fields}, kind, characters)
 
         begun = self._response(ask, answer, choice, []) | {"status": "in_progress", "usage": None}
         yield made("response.created", response=begun)
@@ -126,7 +125,7 @@ class Responses:
     def error_frame(self, refused: Refused) -> str:
         """The event `error`."""
         fields = {"code": refused.code, "message": refused.text, "param": None, "sequence_number": 0}
-        return event({"type": "error", **fields}, "error").text
+        return Frame({"type": "error", **fields}, "error").text
 
     def _response(self, ask: Ask, answer: Answer, choice: ReplyChoice, items: list[dict[str, Any]]) -> dict[str, Any]:
         cut = choice.finish == "length" and not choice.calls

@@ -21,7 +21,6 @@ from flexmarl.gateway.dialects.base import (
     SampledBody,
     asked_of,
     checked,
-    event,
     ignored_fields,
 )
 from flexmarl.gateway.dialects.chat_completions import openai_error, usage_of
@@ -99,7 +98,7 @@ class TextCompletions:
 
         def chunk(index: int, text: str, **more: Any) -> Frame:
             choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None, **more}
-            return event({**head, "choices": [choice]}, characters=len(text))
+            return Frame({**head, "choices": [choice]}, characters=len(text))
 
         for index, choice in enumerate(answer.choices):
             for piece in cut(choice.text):
@@ -111,8 +110,8 @@ class TextCompletions:
                 more["token_ids"] = [*choice.ids]
             yield chunk(index, "", **more)
         if ask.usage:
-            yield event({**head, "choices": [], "usage": usage_of(answer)})
-        yield Frame("data: [DONE]\n\n")
+            yield Frame({**head, "choices": [], "usage": usage_of(answer)})
+        yield Frame("[DONE]")
 
     def error(self, refused: Refused) -> dict[str, Any]:
         """OpenAI's error."""
@@ -120,7 +119,7 @@ class TextCompletions:
 
     def error_frame(self, refused: Refused) -> str:
         """An event that the SDK raises."""
-        return event(openai_error(refused)).text
+        return Frame(openai_error(refused)).text
 
 
 def _prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:

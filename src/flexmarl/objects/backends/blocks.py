@@ -157,9 +157,9 @@ class Block:
 
     def tensors_beside(self, tree: Mapping[str, torch.Tensor], header: Header) -> dict[str, torch.Tensor]:
         """As `tensors`, to be copied from or to those of `tree`: at the full rate also if these are on CUDA."""
-        large = header.layout.num_bytes >= _WORTH_LOCKING
-        if large and self._locked is None and any(tensor.device.type == "cuda" for tensor in tree.values()):
-            self._locked = LockedPages(self.map)
+        if header.layout.num_bytes >= _WORTH_LOCKING and self._locked is None:
+            device = next((tensor.device for tensor in tree.values() if tensor.device.type == "cuda"), None)
+            self._locked = None if device is None else LockedPages(self.map, device)
         return self.tensors(header)
 
     def tensors(self, header: Header) -> dict[str, torch.Tensor]:

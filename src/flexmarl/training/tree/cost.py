@@ -2,7 +2,8 @@
 
 The rates are constants of the device type: a choice by the clock would make two runs of one seed differ in their last
 bits. Only the ratios of rates matter, and the choice is rarely close: where sharing pays at all, it mostly pays many
-times over. Both were measured once: the CPU's by benchmarks/tree.py, CUDA's by benchmarks/gpu/run.py on an H100.
+times over. The CPU's were measured once (benchmarks/tree.py); CUDA's follow what benchmarks/gpu/run.py measured
+on an H100, as far as it is not the processor of that machine.
 
 `tree_figures` reports what trees saved in a micro-batch or an update.
 """

@@ -92,8 +92,8 @@ class _Work:
     """It has waited a step for another request that computes its prompt."""
     known: Sequence[int] = ()
     """Tokens that it begins with, whatever is drawn; they are no part of its Generation."""
-    told: int = 0
-    """Tokens that were sampled and told of, the known ones included; 0 before the first."""
+    streamed: int = 0
+    """Tokens that were sampled and streamed, the known ones included; 0 before the first."""
 
     @classmethod
     def new(cls, request: GenerationRequest, age: int, *, one_by_one: bool) -> "_Work":
@@ -156,9 +156,9 @@ class _Rows:
         for column, values in zip(self._wide, (sampled.ids, sampled.logprobs, sampled.raw_logprobs), strict=True):
             column[row, :count] = values
 
-    def sampled(self, row: int) -> _Sampled:
-        """A copy of the row's tokens."""
-        return _Sampled(*(column[row, : self.count[row]].copy() for column in self._wide))
+    def sampled(self, row: int, after: int = 0) -> _Sampled:
+        """A copy of the row's tokens behind the first `after`."""
+        return _Sampled(*(column[row, after : self.count[row]].copy() for column in self._wide))
 
     def vacate(self, row: int) -> None:
         """The row has no request any more."""
@@ -225,9 +225,9 @@ class EngineCore:
         self._added = self._preempted = 0
         self._plain = True
         self._generated = 0
-        self.asleep = False
         self._streams = False
         """True once a request has streamed."""
+        self.asleep = False
         """True while weights and cache are off the device, so that it cannot step."""
         self._whole: Checksum | None = None
         """Checksum of the weights, if they are a version's, which the object store has; None with an adapter, too."""
@@ -269,6 +269,26 @@ class EngineCore:
             generated_tokens=self._generated,
             version=self.version,
         )
+
+    @property
+    def has_news(self) -> bool:
+        """True if the first tokens of a request that streams can be streamed."""
+        count = self._rows.count
+        return self._streams and any(
+            work.request.streams and not work.streamed and count[row] > len(work.known)
+            for row, work in enumerate(self._running)
+        )
+
+    def progress(self) -> list[GenerationProgress]:
+        """The tokens that the running requests which stream have got since this was last called."""
+        found: list[GenerationProgress] = []
+        for row, work in enumerate(self._running if self._streams else ()):
+            before = max(work.streamed, len(work.known))
+            if work.request.streams and self._rows.count[row] > before:
+                part = self._generation(work, self._rows.sampled(row, before), FinishReason.ABORT, after=before)
+                work.streamed = before + len(part.response_ids)
+                found.append(GenerationProgress(request_id=work.request.request_id, part=part))
+        return found
 
     def add(self, request: GenerationRequest) -> Generation | None:
         """Queues the request. Returns its Generation at once if it can never be served."""
@@ -574,33 +594,14 @@ class EngineCore:
             self._ledger.release(work.blocks)
         return self._generation(work, sampled, finish, error)
 
-    @property
-    def has_news(self) -> bool:
-        """True if the first tokens of a request that streams can be told."""
-        count = self._rows.count
-        return self._streams and any(
-            work.request.streams and not work.told and count[row] > len(work.known)
-            for row, work in enumerate(self._running)
-        )
-
-    def progress(self) -> list[GenerationProgress]:
-        """The tokens that the running requests which stream have got since this was last called."""
-        found: list[GenerationProgress] = []
-        for row, work in enumerate(self._running if self._streams else ()):
-            told = max(work.told, len(work.known))
-            if work.request.streams and self._rows.count[row] > told:
-                sampled = self._rows.sampled(row)
-                work.told = len(sampled.ids)
-                part = self._generation(work, sampled, FinishReason.ABORT, after=told)
-                found.append(GenerationProgress(request_id=work.request.request_id, part=part))
-        return found
-
     def _generation(
         self, work: _Work, sampled: _Sampled, finish: FinishReason, error: str = "", *, after: int | None = None
     ) -> Generation:
-        """The answer to a request, or what follows its first `after` tokens."""
+        """The answer of all sampled tokens; or a part of it, of the tokens `sampled` behind its first `after`."""
         known = len(work.known) if after is None else after
-        ids, logprobs, raw = (part[known:] for part in (sampled.ids, sampled.logprobs, sampled.raw_logprobs))
+        ids, logprobs, raw = sampled.ids, sampled.logprobs, sampled.raw_logprobs
+        if after is None:
+            ids, logprobs, raw = ids[known:], logprobs[known:], raw[known:]
         runs = {max(0, version.start - known): version.version for version in work.versions}  # The last of equal ones.
         versions = [
             VersionRun(start, version) for start, version in runs.items() if start < len(sampled.ids) or not start

@@ -275,9 +275,9 @@ class EmbeddedEngine:
                 began, before = clock(), self._use.generated_tokens
                 inbox, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
-                done, told, self._use = await self._thread.run(_pass, core, inbox, aborts, self._settings)
+                done, streamed, self._use = await self._thread.run(_pass, core, inbox, aborts, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
-                for progress in told:
+                for progress in streamed:
                     if (answers := self._answers.get(progress.request_id)) is not None:
                         answers.put_nowait(progress)
                 self._deliver(done)

@@ -266,7 +266,7 @@ class VllmEngine:
         """Has vLLM sample until the request ends, or until it is aborted. The version does not change meanwhile."""
         name, served, sampling = request.request_id, self._versions.newest(request.policy), request.sampling
         one = self._open[name]
-        one.told = 0
+        one.streamed = 0
         ids: list[int] = []
         logprobs: list[float] = []
         finish, reused = FinishReason.ABORT, 0
@@ -288,12 +288,12 @@ class VllmEngine:
                     finish = FinishReason.STOP
                     break
                 if request.streams and not output.finished:
-                    one.tell(ids, logprobs, served.version)
+                    one.stream(ids, logprobs, served.version)
         finally:
             one.under = None
             await answers.aclose()
         if request.streams and finish is FinishReason.ABORT and not one.over:  # Another version goes on behind these.
-            one.tell(ids, logprobs, served.version)
+            one.stream(ids, logprobs, served.version)
         values = np.asarray(logprobs, np.float32)
         return Generation(
             request_id=name,

@@ -28,15 +28,15 @@ class OpenRequest:
     """The version under which vLLM samples it; None while it is not in vLLM."""
     over: bool = False
     """True if its caller wants no more tokens."""
-    told: int = 0
-    """Tokens of the present piece that its caller was told of."""
+    streamed: int = 0
+    """Tokens of the present piece that its caller has."""
 
-    def tell(self, ids: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
-        """Tells the caller, who reads along, the tokens of the present piece that it has not been told of."""
-        new, values = np.asarray(ids[self.told :], np.int32), np.asarray(logprobs[self.told :], np.float32)
+    def stream(self, ids: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
+        """Gives the caller the tokens of the present piece that it does not have yet."""
+        new, values = np.asarray(ids[self.streamed :], np.int32), np.asarray(logprobs[self.streamed :], np.float32)
         if not len(new):
             return
-        self.told = len(ids)
+        self.streamed = len(ids)
         part = Generation(
             request_id=self.request.request_id,
             response_ids=new,
