@@ -115,7 +115,7 @@ def forget(answer: "asyncio.Future[Generation]") -> None:
 
 
 OnTokens = Callable[[IntArray], None]
-"""Called with the ids of an answer as they are sampled, those of its end excepted. An id that was told stays."""
+"""Called with the ids of an answer as they are sampled, those of its end excepted. An id that was given stays."""
 
 
 class Generate(Protocol):

@@ -7,6 +7,7 @@ import re
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from flexmarl.agents import ChatRenderer
 from flexmarl.gateway.dialects import DIALECTS
 from flexmarl.gateway.dialects.base import Answer, Ask, OfferedTool, Refused, ReplyChoice
+from flexmarl.gateway.heard import Replies
 from flexmarl.gateway.reply_parts import certain, certain_of_plain, plain_reply, read_reply
 from flexmarl.gateway.server import READINGS
 from flexmarl.gateway.sse import Sending
@@ -24,7 +26,7 @@ from flexmarl.records import Generation, GenerationRequest, RowState, Version
 from flexmarl.testing.gateway import AsgiClient, joined_chat, joined_messages, joined_response
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.tools import TagSyntax
-from tests.unit.agents.tokenizers_for_tests import CHATML, byte_pairs
+from tests.unit.agents.tokenizers_for_tests import CHATML, TERSE, byte_pairs
 from tests.unit.gateway.doors import POLICY, At, TokenModel, play
 from tests.unit.gateway.test_sessions import CALL, TOOLS, USER, model
 
@@ -269,8 +271,33 @@ def test_words_of_a_user_do_not_begin_a_thought():
         await client.post("chat/completions", body)
         at.notes["times"] = client.times
 
-    played = play(program, *model("It is seven, and so on.", token_s=0.5))
-    assert played.notes["times"][0] <= 1.0, "the text comes from its first token on"
+    tokenizer = byte_pairs(TERSE)
+    played = play(program, TokenModel(tokenizer, lambda *_: "It is seven, and so on.", token_s=0.5), tokenizer)
+    assert played.notes["times"][0] <= 0.9, "the text comes from its first token on"
+    assert len(played.notes["times"]) > 6
+
+
+def test_whoever_comes_to_tokens_that_are_there_does_not_wait_for_the_next_ones():
+    async def scenario() -> None:
+        unused: Any = None
+        replies = Replies(unused, unused, unused, unused, unused, "", 0, "name")
+        early = replies.news(0)
+        assert not early.done()
+        replies.add_tokens(np.array([1, 2], np.int32))
+        assert early.done()
+        assert replies.news(1).done()
+        assert not replies.news(2).done()
+
+    asyncio.run(scenario())
+
+
+def test_of_a_reply_that_is_over_no_streamed_ids_are_kept():
+    async def program(at: At) -> None:
+        await at.client().post("chat/completions", {"messages": USER, "stream": True})
+        door: Any = at.door
+        at.notes["kept"] = [len(one.streamed) for one in door._replies.values()]
+
+    assert play(program, *model()).notes["kept"] == [0]
 
 
 def test_bytes_at_the_end_are_held_back_where_tokens_stand_for_bytes():
