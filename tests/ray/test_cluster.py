@@ -5,6 +5,8 @@ import gc
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -95,24 +97,37 @@ def test_ray_workers_keep_the_laws_of_a_cluster(short_root: Path) -> None:
 
 def test_ray_is_shut_down_when_nobody_waits_for_a_result(short_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A result whose last reference goes while Ray shuts down makes Ray end the process at once.
-    shutdown, waited_for = ray.shutdown, list[Any]()
+    shutdown, held = ray.shutdown, list[Any]()
 
     def shut_down() -> None:
-        results = [one for one in gc.get_objects() if type(one) is Future and hasattr(one, "object_ref")]
-        waited_for.append(results)
+        held.append([one for one in gc.get_objects() if type(one) is Future and refers_to_a_result(one)])
         shutdown()
 
+    def refers_to_a_result(future: Future[Any]) -> bool:
+        return isinstance(getattr(future, "object_ref", None), ray.ObjectRef)
+
     async def act(cluster: RayCluster) -> None:
+        assert refers_to_a_result(ray.put("anything").future())
+        loop, main = asyncio.get_running_loop(), threading.get_ident()
+        call = loop.call_soon_threadsafe
+
+        def call_and_linger(*args: Any, **kwargs: Any) -> Any:
+            handle = call(*args, **kwargs)
+            if threading.get_ident() != main:
+                time.sleep(0.5)  # Ray's thread has told the loop, and has not let go of the result's future yet.
+            return handle
+
         residents = await cluster.spawn([probe("first"), probe("second")])
         waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
         await asyncio.sleep(0.2)
         monkeypatch.setattr(ray, "shutdown", shut_down)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", call_and_linger)
         await cluster.close()
         for wait in waits:
             await raised(wait, WorkerError)
 
     play(PRIVATE, short_root, act, residents=2)
-    assert waited_for == [[]]
+    assert held == [[]]
 
 
 @pytest.mark.parametrize("vital", ["gcs_server", "raylet"])
