@@ -176,7 +176,7 @@ class RayResident(Generic[T]):
             then(future)
 
         def done(future: Future[Any]) -> None:
-            setattr(future, "object_ref", None)  # The last reference: Ray's thread holds the future a little longer.
+            vars(future).pop("object_ref", None)  # The last reference: Ray's thread holds the future a little longer.
             with suppress(RuntimeError):  # the event loop has ended, so nobody waits
                 self._loop.call_soon_threadsafe(heard, future)
 
