@@ -24,11 +24,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import report
+from kept_runs import kept_in, play_all
 
 from flexmarl.events.run_folder import RunFolder
 
@@ -134,23 +134,6 @@ def play(cell: Cell) -> Played:
     )
 
 
-def kept_in(file: Path) -> dict[Cell, Played]:
-    """The runs that ended."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {played.cell: played for played in (Played(**json.loads(line)) for line in lines)}
-
-
-def play_all(cells: Sequence[Cell], file: Path, *, jobs: int) -> None:
-    """Plays and keeps those that are not kept."""
-    with ThreadPoolExecutor(jobs) as at_once:
-        running = [at_once.submit(play, cell) for cell in cells]
-        for number, future in enumerate(as_completed(running), start=1):
-            played = future.result()
-            with file.open("a") as lines:
-                lines.write(json.dumps(asdict(played)) + "\n")
-            print(f"{number} of {len(cells)}: {played}", flush=True)
-
-
 def rows_of(found: Sequence[Played]) -> Iterator[list[str]]:
     """A row for each example and change."""
     for example in POLICIES:
@@ -194,8 +177,9 @@ def main() -> None:
         if change not in AS_SHIPPED[example]
     ]
     if not chosen.no_runs:
-        play_all([cell for cell in wanted if cell not in kept_in(chosen.kept)], chosen.kept, jobs=chosen.jobs)
-    found = [*kept_in(chosen.kept).values()]
+        ended = {one.cell for one in kept_in(chosen.kept, Played)}
+        play_all([cell for cell in wanted if cell not in ended], play, chosen.kept, jobs=chosen.jobs)
+    found = kept_in(chosen.kept, Played)
     report(
         "Success on held-out tasks, by what was changed",
         ["example", "change", "seeds", "before", "after", "least", "while", "after, by seed"],

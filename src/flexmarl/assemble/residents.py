@@ -74,8 +74,10 @@ class Materials:
     """Torch's name of the device in the resident's process."""
     open_store: Callable[[], ExperienceStore]
     """Opens the run's store where a resident lives."""
+    folder: Callable[[], Path] = Path
+    """Finds a folder of this run and of the resident's node, for the files in which ranks meet."""
     disk: ObjectStore | None = None
-    """Files of this run, for states of training that find no room in memory; None if policies share no places."""
+    """Files of this run, for states of training that find no room in memory; None if there are none."""
     thread: DeviceThread | None = None
     """The torch thread of this process; None if each resident has a process, and so a thread, of its own."""
 
@@ -173,13 +175,13 @@ class Materials:
                 lower_priority()
             return BaseHost(trainers, passes, rows, thread=thread)
 
-    def make_rank(self, name: WorkerId, meeting: Path) -> RankHost:
-        """Makes a rank of a place. It holds no policy. Ranks of one place meet at the file `meeting`."""
+    def make_rank(self, name: WorkerId, meeting: str) -> RankHost:
+        """Makes a rank of a place. It holds no policy. Ranks of one place meet at the file `meeting` of their node."""
         settings = self.settings
         with boundary(TrainingError, f"making {name}"):
             self._begin()
             number, world = name.number or 0, settings.ranks
-            ranks = meet(meeting, number, world, device=self.device) if world > 1 else None
+            ranks = meet(self.folder() / meeting, number, world, device=self.device) if world > 1 else None
             thread, rows = DeviceThread(str(name).replace("/", "-")), StoreRows(self.open_store())
             sources = {policy: model_source(settings, policy) for policy in map(PolicyName, settings.trained)}
             policies = {
@@ -220,8 +222,6 @@ class RealResidents:
     """Opens the cluster for a number of residents."""
     serve_store: Callable[[], StoreService] | None = None
     """Makes the service of the store's file for other nodes; None if there can be none."""
-    meetings: Path = Path()
-    """A folder of this run and machine, for files in which ranks meet."""
     models: dict[PolicyName, Any] = field(default_factory=dict)
     """The models of policies whose engines compute nothing, as far as they were asked for. Their instances share it."""
 
@@ -291,7 +291,7 @@ class RealResidents:
 
     def ranks_of(self, place: int) -> list[ResidentSpec[Rank]]:
         """Specifies the ranks of a place, which meet each other only."""
-        meeting = self.meetings / f"place-{place}-{uuid4().hex}"
+        meeting = f"place-{place}-{uuid4().hex}"
         names = [WorkerId.rank(place, number) for number in range(self.materials.settings.ranks)]
         return [
             ResidentSpec(
@@ -303,6 +303,7 @@ class RealResidents:
                 advice=RESUME,
                 devices=self._devices,
                 threads=self._threads,
+                group=f"place {place}",
                 takes_turns=self.materials.settings.in_turns,
             )
             for name in names
@@ -415,9 +416,9 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                     objects=objects,
                     device=device,
                     open_store=partial(DurableStore.join, path),
+                    folder=partial(Path, leases.folder),
                     disk=disk,
                 ),
-                meetings=leases.folder,
                 team=blueprint.team,
                 open_cluster=lambda residents, events: opened(residents=residents, events=events),
             )
@@ -439,6 +440,7 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
                 objects=NodeObjectStore(files),
                 device=device,
                 open_store=partial(store_on_node, path, files, backend.RayAddress(STORE)),
+                folder=backend.folder_of_node,
             ),
             team=blueprint.team,
             open_cluster=open_cluster,

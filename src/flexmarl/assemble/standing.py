@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from flexmarl.cluster.interface import Cluster, Resident, ResidentSpec
 from flexmarl.config import RunSettings
-from flexmarl.errors import FlexmarlError, TrainingError, WorkerError, boundary
+from flexmarl.errors import ConfigError, FlexmarlError, TrainingError, WorkerError, boundary
 from flexmarl.events.run_events import ProcessStarted, WorkerLost
+from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import PolicyName
 from flexmarl.training.group import GroupTrainer, HostMemory, Rank
 
@@ -57,7 +58,7 @@ class StandingPlace:
         with boundary(TrainingError, f"starting the ranks of a place anew, because {because}"):
             try:
                 self._residents = await cluster.spawn(self._make_specs())
-            except WorkerError as error:
+            except (WorkerError, ConfigError) as error:  # The latter, if no node has room for them.
                 raise TrainingError(f"{error}; go on from the last checkpoint with --resume") from error
         for resident in self._residents:
             self._processes.add(resident)
@@ -66,9 +67,9 @@ class StandingPlace:
 
 
 def group_trainers(
-    settings: RunSettings, trained: Sequence[PolicyName], places: Sequence[StandingPlace]
+    settings: RunSettings, trained: Sequence[PolicyName], places: Sequence[StandingPlace], objects: ObjectStore
 ) -> Mapping[PolicyName, GroupTrainer]:
-    """The trainer of each policy that is trained on these places."""
+    """The trainer of each policy that is trained on these places. `objects` is the store of this process's node."""
     groups = settings.process_groups
     memory = HostMemory(groups.host_bytes)
     return {
@@ -79,6 +80,7 @@ def group_trainers(
             world=settings.policies[policy].training.ranks,
             keep=settings.keeps_updated,
             timeout_s=groups.call_timeout_s,
+            copy=objects.get if groups.copies == 2 else None,
         )
         for policy in trained
     }

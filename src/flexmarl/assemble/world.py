@@ -263,7 +263,7 @@ def trainers_on(
 ) -> tuple[Mapping[PolicyName, Trainer], Mapping[PolicyName, ProcessGroup]]:
     """The trainer of each policy, and its process group if it may leave its devices: on `places`, if there are any."""
     if places:
-        groups = group_trainers(settings, trained, places)
+        groups = group_trainers(settings, trained, places, residents.objects)
         return groups, groups
     trainers = {
         policy: together[policy].trainers[policy] if policy in together else remotes[WorkerId.trainer(policy)]

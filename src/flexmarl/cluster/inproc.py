@@ -292,7 +292,9 @@ class InprocCluster:
         self, specs: Sequence[ResidentSpec[Any]], *, without: Collection[WorkerId] = ()
     ) -> list[Placed] | NoRoom:
         # No resident takes turns here: a node's room is a number of residents.
-        requests = [RoomRequest(name=spec.name, devices=0, pool=EVERYWHERE, node=spec.node) for spec in specs]
+        requests = [
+            RoomRequest(name=spec.name, devices=0, pool=EVERYWHERE, node=spec.node, group=spec.group) for spec in specs
+        ]
         pools = {EVERYWHERE: PoolNodes(nodes=frozenset(self._room))}
         held = [one for name, one in self._held.items() if name not in without]
         return place(requests, nodes=self.nodes, pools=pools, held=held)

@@ -76,6 +76,8 @@ class ResidentSpec(Generic[T_co]):
     """Processes that all run every call at the same time; rank 0 answers."""
     node: str | None = None
     """Name of the node that it must run on; None lets the cluster choose."""
+    group: str = ""
+    """Residents that are spawned in one call and name the same group run on one node; without one, on any."""
     takes_turns: bool = False
     """True if it gives its devices up for a resident of the other pool, and gets them back: engines and ranks of the
     mode `colocated`. An engine and a rank then share one room of the cluster (placement.py)."""

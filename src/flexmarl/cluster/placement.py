@@ -1,13 +1,15 @@
 """Decides which node each resident gets: those of one policy spread over nodes, and all residents or none get room.
 
-A resident takes a room of one CPU and its devices, all on one node. Its pool says which nodes it may be on, and how
-many devices of each node the pool may take. Two residents of different pools that take turns share one room (mode
-`colocated`: an engine, and a rank of a training place), so such pools need the larger of two numbers, not their sum.
-Equal clusters and equal requests give equal places: nodes are tried in order of name.
+A resident takes a room of one CPU and its devices, all on one node, which is that of its group, if it is in one. Its
+pool says which nodes it may be on, and how many devices of each node the pool may take. Two residents of different
+pools that take turns share one room (mode `colocated`: an engine, and a rank of a training place), so such pools need
+the larger of two numbers, not their sum. Equal clusters and equal requests give equal places: nodes are tried in order
+of name.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
 
@@ -26,6 +28,8 @@ class RoomRequest:
     """Residents of one pool share its devices."""
     node: str | None = None
     """The only node that is allowed; None allows all nodes of the pool."""
+    group: str = ""
+    """Requests of one group get rooms on one node; "" is none."""
     takes_turns: bool = False
     """True if it holds its devices in turn with a resident of another pool, which then has the same room."""
 
@@ -73,8 +77,9 @@ def place(
     """Places residents, given those that are `held` already. Returns a place for each request, in their order.
 
     Those that may be on one node only choose first, then those with most devices, so that small ones do not break up
-    the room of large ones. One that takes turns shares a room if it can. Any other takes the node with the fewest
-    residents of its kind and policy, then with the fewest residents, then the first by name.
+    the room of large ones; those of one group choose as one. One that takes turns shares a room if it can. Any other
+    takes the node with the fewest residents of its kind and policy, then with the fewest residents, then the first by
+    name.
 
     >>> nodes = [ClusterNode(name=name, id=name, address=name, cpus=2, devices=0) for name in "ab"]
     >>> requests = [RoomRequest(name=WorkerId("engine", "solver", n), devices=0, pool="all") for n in range(2)]
@@ -87,18 +92,19 @@ def place(
         if placed.node in taken:
             taken[placed.node].add(placed.request, placed.room)
     found: dict[int, Placed] = {}
-    for index in sorted(range(len(requests)), key=lambda index: _urgency(requests[index])):
-        request = requests[index]
-        pool = pools[request.pool]
-        allowed = [node for node in ordered if _allows(pool, request, node)]
-        free = [node for node in allowed if _fits(request, node, pool, taken[node.name])]
+    for unit in sorted(_units(requests), key=lambda unit: _urgency([requests[index] for index in unit])):
+        asked = [requests[index] for index in unit]
+        first, pool = asked[0], pools[asked[0].pool]
+        allowed = [node for node in ordered if _allows(pool, first, node)]
+        free = [node for node in allowed if _all_fit(asked, node, pool, taken[node.name])]
         if not free:
-            return NoRoom(_shortage(request, allowed, taken))
-        best = min(free, key=lambda node: _preference(request, taken[node.name], node))
-        there, because = taken[best.name], _reason(request, best, free, taken)
-        room = there.room_for(request)
-        found[index] = Placed(request=request, node=best.name, room=room, because=because)
-        there.add(request, room)
+            return NoRoom(_shortage(asked, allowed, taken))
+        best = min(free, key=lambda node: _preference(first, taken[node.name], node))
+        there, because = taken[best.name], _reason(first, best, free, taken)
+        for index, request in zip(unit, asked, strict=True):
+            room = there.room_for(request)
+            found[index] = Placed(request=request, node=best.name, room=room, because=because)
+            there.add(request, room)
     return [found[index] for index in range(len(requests))]
 
 
@@ -132,8 +138,16 @@ def spare_cores(cores: int, threads: Sequence[int]) -> int:
     return max(0, cores - sum(threads)) // max(threads)
 
 
-def _urgency(request: RoomRequest) -> tuple[bool, int]:
-    return request.node is None, -request.devices
+def _units(requests: Sequence[RoomRequest]) -> list[list[int]]:
+    """The numbers of the requests that one node must meet: of each group, and of each that is in none."""
+    units: dict[str | int, list[int]] = {}
+    for number, request in enumerate(requests):
+        units.setdefault(request.group or number, []).append(number)
+    return [*units.values()]
+
+
+def _urgency(unit: Sequence[RoomRequest]) -> tuple[bool, int]:
+    return unit[0].node is None, -sum(request.devices for request in unit)
 
 
 class _Taken:
@@ -184,6 +198,17 @@ def _fits(request: RoomRequest, node: ClusterNode, pool: PoolNodes, there: _Take
     return pool.devices is None or not request.devices or there.of_pool[request.pool] + request.devices <= pool.devices
 
 
+def _all_fit(unit: Sequence[RoomRequest], node: ClusterNode, pool: PoolNodes, there: _Taken) -> bool:
+    if len(unit) == 1:
+        return _fits(unit[0], node, pool, there)
+    there = deepcopy(there)
+    for request in unit:
+        if not _fits(request, node, pool, there):
+            return False
+        there.add(request, there.room_for(request))
+    return True
+
+
 def _reason(request: RoomRequest, node: ClusterNode, free: Sequence[ClusterNode], taken: Mapping[str, _Taken]) -> str:
     if request.node is not None:
         return "it was asked for"
@@ -197,10 +222,12 @@ def _reason(request: RoomRequest, node: ClusterNode, free: Sequence[ClusterNode]
     return f"it has {what}, the fewest of {len(free)} nodes"
 
 
-def _shortage(request: RoomRequest, allowed: Sequence[ClusterNode], taken: Mapping[str, _Taken]) -> str:
+def _shortage(unit: Sequence[RoomRequest], allowed: Sequence[ClusterNode], taken: Mapping[str, _Taken]) -> str:
     has = "; ".join(
         f"{node.name} has {node.cpus} CPU and {node.devices} GPU, of which {len(taken[node.name].rooms)} CPU and "
         f"{taken[node.name].devices} GPU are taken"
         for node in allowed
     )
-    return f"{request.name} needs 1 CPU and {request.devices} GPU on one node; {has or 'no node is allowed to have it'}"
+    who = unit[0].name if len(unit) == 1 else f"{unit[0].name} with {len(unit) - 1} more of its group"
+    needs = f"{who} needs {len(unit)} CPU and {sum(request.devices for request in unit)} GPU on one node"
+    return f"{needs}; {has or 'no node is allowed to have it'}"

@@ -400,16 +400,11 @@ class RunSettings(Settings):
             yield from self._instances_can_move("rule" if self.balance.rule != "none" else "start")
         at_once, policies = self.process_groups.at_once, len(self.trained)
         yield from self._ranks_have_processes()
+        yield from self._states_have_nodes()
         if self.in_turns and self.cluster.address != "local":
             yield (
-                f"mode is 'colocated', in which policies are trained on places, and cluster.address is "
-                f"'{self.cluster.address}', but places are on one machine so far; use cluster.address=local, or "
-                f"mode=sync"
-            )
-        elif self.shared_places and self.cluster.address != "local" and self.ranks == 1:
-            yield (
-                f"process_groups.at_once is {at_once} with {policies} trained policies, but places that policies share "
-                f"are on one machine so far; use cluster.address=local, or process_groups.at_once=null"
+                f"mode is 'colocated', and cluster.address is '{self.cluster.address}', but engines and training "
+                f"processes take turns on one machine only so far; use cluster.address=local, or mode=sync"
             )
         if at_once is not None and at_once < policies and self.cluster.backend == "inline":
             yield (
@@ -431,14 +426,29 @@ class RunSettings(Settings):
         asked = f"policies.{name}.training.ranks is {self.ranks}"
         if self.ranks > 1 and self.cluster.backend == "inline":
             yield f"{asked}, but cluster.backend=inline has one process; use cluster.backend=ray, or ranks=1"
-        if self.ranks > 1 and self.cluster.address != "local":
-            yield (
-                f"{asked}, but the ranks of a policy are on one machine so far; use cluster.address=local, or ranks=1"
-            )
         if self.process_groups.keep_updated and self.cluster.backend == "inline":
             yield (
                 "process_groups.keep_updated is true, but cluster.backend=inline has one process, with which all is "
                 "lost; use cluster.backend=ray, or keep_updated=null"
+            )
+
+    def _states_have_nodes(self) -> Iterator[str]:
+        """Checks where the states of training are while they are set aside."""
+        groups, address = self.process_groups, self.cluster.address
+        if groups.copies == 2 and address == "local":
+            yield (
+                "process_groups.copies is 2, but cluster.address=local has one node; use copies=1, or give the address "
+                "of a Ray with several nodes"
+            )
+        elif groups.copies == 2 and self.shared_places and not self.keeps_updated:
+            yield (
+                "process_groups.copies is 2, but no copy is made after an update, so that the loss of a node ends the "
+                "run; use keep_updated=true, or copies=1"
+            )
+        if groups.host_gb is not None and self.shared_places and address != "local":
+            yield (
+                f"process_groups.host_gb is {groups.host_gb:g}, but on a Ray that others started states are objects, "
+                f"which objects.memory_gib bounds; use that, or host_gb=null"
             )
 
     def _instances_can_move(self, key: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from flexmarl.cluster.allocation import Lease
 from flexmarl.cluster.proxy import alters
-from flexmarl.errors import RankLost, TrainingError
+from flexmarl.errors import ObjectError, RankLost, TrainingError, WorkerError, described
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.interface import Appraised, Trainer, UpdateReport
@@ -151,11 +151,13 @@ class GroupTrainer:
         world: int = 1,
         keep: bool = False,
         timeout_s: float | None = None,
+        copy: Callable[[ObjectKey], Awaitable[object]] | None = None,
     ) -> None:
         """`places` are by number; the first `world` ranks of one train the policy. `memory` is that of all policies
-        that share them. A call that takes longer than `timeout_s` has lost its ranks."""
+        that share them. A call that takes longer than `timeout_s` has lost its ranks. `copy` copies a block to where it
+        outlives the ranks' node; an error of it counts as the loss of that node."""
         self._policy, self._places, self._world = policy, places, world
-        self._keep, self._timeout_s = keep, timeout_s
+        self._keep, self._timeout_s, self._copy = keep, timeout_s, copy
         self._memory = memory or HostMemory()
         self._place: Place | None = None
         self._aside: SetAside | None = None
@@ -273,9 +275,9 @@ class GroupTrainer:
         try:
             async with self._calling:
                 if self._keep:
-                    self._aside = await self._surviving(lambda: self._on_all(place, method, room))
+                    self._aside = await self._surviving(lambda: self._copied(place, method, room))
                 else:
-                    self._aside = await self._on_all(place, method, room)
+                    self._aside = await self._copied(place, method, room)
                 self._since.clear()
                 if self._keep and before is not None:
                     new = self._aside
@@ -284,6 +286,17 @@ class GroupTrainer:
         finally:
             aside = self._aside
             self._memory.taken(self._policy, aside.num_bytes if aside and not aside.on_disk else 0)
+
+    async def _copied(self, place: Place, method: str, room: int | None) -> SetAside:
+        """Has the ranks set the state aside, and its blocks copied."""
+        aside: SetAside = await self._on_all(place, method, room)
+        if self._copy is not None:
+            try:
+                for key in aside.blocks.values():
+                    await self._copy(key)
+            except (KeyError, ObjectError, WorkerError) as error:
+                raise RankLost(f"policy '{self._policy}': its state cannot be copied: {described(error)}") from error
+        return aside
 
     async def _brought(self, place: Place) -> None:
         """Brings the last copy onto a place, and makes the calls since then again."""

@@ -306,6 +306,11 @@ class ProcessGroupSettings(Settings):
         description="Set a copy of a policy's state aside after each update, from which it goes on when one of its "
         "training processes is lost. null: where a policy has several ranks.",
     )
+    copies: Literal[1, 2] = Field(
+        default=1,
+        description="2: a state that is set aside is copied to the controller's node too, so that it outlives the node "
+        "of its training processes. It needs several nodes.",
+    )
     call_timeout_s: float | None = Field(
         default=3600.0,
         gt=0,

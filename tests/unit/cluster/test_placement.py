@@ -27,8 +27,9 @@ def engine(
     return RoomRequest(name=name, devices=devices, pool="rollout", node=on, takes_turns=takes_turns)
 
 
-def rank(place: int, number: int = 0, *, devices: int = 0) -> RoomRequest:
-    return RoomRequest(name=WorkerId.rank(place, number), devices=devices, pool="training", takes_turns=True)
+def rank(place: int, number: int = 0, *, devices: int = 0, group: str = "") -> RoomRequest:
+    name = WorkerId.rank(place, number)
+    return RoomRequest(name=name, devices=devices, pool="training", takes_turns=True, group=group)
 
 
 def trainer(policy: str, *, devices: int = 0) -> RoomRequest:
@@ -54,6 +55,9 @@ def clusters(draw: st.DrawFn) -> tuple[list[ClusterNode], list[RoomRequest], dic
     requests = [replace(request, takes_turns=draw(st.booleans())) for request in requests]
     requests += [trainer(policy, devices=draw(st.integers(0, 2))) for policy in draw(st.sets(st.sampled_from("xyz")))]
     requests += [rank(number, devices=draw(st.integers(0, 2))) for number in range(draw(st.integers(0, 4)))]
+    for number in range(4, 4 + draw(st.integers(0, 2))):
+        devices, ranks = draw(st.integers(0, 2)), draw(st.integers(2, 3))
+        requests += [rank(number, one, devices=devices, group=f"place-{number}") for one in range(ranks)]
     requests = draw(st.permutations(requests))
     pools = {
         pool: PoolNodes(
@@ -73,8 +77,10 @@ def test_no_node_or_pool_is_overfull_and_the_order_of_nodes_is_no_matter(
     found = place(requests, nodes=nodes, pools=pools)
     assert found == place(requests, nodes=dice.sample(nodes, len(nodes)), pools=pools)
     if isinstance(found, NoRoom):
-        assert "needs 1 CPU" in found.because
+        assert "CPU and" in found.because
         return
+    groups = {placed.request.group for placed in found if placed.request.group}
+    assert all(len({placed.node for placed in found if placed.request.group == group}) == 1 for group in groups)
     assert [placed.request for placed in found] == requests
     assert all(placed.because for placed in found)
     for there in nodes:
@@ -187,6 +193,18 @@ def test_those_with_most_devices_choose_first_and_never_span_nodes() -> None:
     assert isinstance(found, list)
     assert [placed.node for placed in found] == ["b", "b", "a"]
     assert isinstance(place([engine("large", 0, devices=5)], nodes=nodes, pools=everywhere(nodes)), NoRoom)
+
+
+def test_a_group_gets_one_node_or_none() -> None:
+    nodes = [node("a", cpus=2), node("b", cpus=3)]
+    first = [rank(0, number, group="place-0") for number in range(2)]
+    found = place([engine("one", 0, on="a"), *first], nodes=nodes, pools=everywhere(nodes))
+    assert isinstance(found, list)
+    assert [placed.node for placed in found] == ["a", "b", "b"]
+    second = [rank(1, number, group="place-1") for number in range(2)]
+    full = place(second, nodes=nodes, pools=everywhere(nodes), held=found)
+    assert isinstance(full, NoRoom), "each node has one room left"
+    assert "rank/1/0 with 1 more of its group needs 2 CPU and 0 GPU on one node; a has 2 CPU" in full.because
 
 
 @pytest.mark.parametrize(("devices", "fits"), [(3, True), (2, False)])

@@ -39,8 +39,8 @@ def test_colocated_places_have_the_devices_of_engines_on_one_machine(config):
     assert (inline.shared_places, inline.in_turns, inline.takes_turns("one")) == (0, False, False)
     assert not load_run(config, ["mode=sync", "cluster.backend=ray"]).takes_turns("one")
     assert refused(config, *colocated, "cluster.address=10.0.0.1:6379") == [
-        "mode is 'colocated', in which policies are trained on places, and cluster.address is '10.0.0.1:6379', but "
-        "places are on one machine so far; use cluster.address=local, or mode=sync"
+        "mode is 'colocated', and cluster.address is '10.0.0.1:6379', but engines and training processes take turns on "
+        "one machine only so far; use cluster.address=local, or mode=sync"
     ]
     both = [f"policies.{name}.training={{lora: {{rank: 2}}, together: true}}" for name in ("one", "two")]
     assert refused(config, *colocated, *both) == [
@@ -71,9 +71,23 @@ def test_ranks_are_processes_of_one_machine(config):
     ]
     run = load_run(config, [ranks, "cluster.backend=ray", "process_groups.call_timeout_s=60"])
     assert (run.shared_places, run.ranks, run.keeps_updated) == (2, 2, True)
-    assert refused(config, ranks, "cluster.backend=ray", "cluster.address=10.0.0.1:6379") == [
-        "policies.one.training.ranks is 2, but the ranks of a policy are on one machine so far; use "
-        "cluster.address=local, or ranks=1"
+
+
+def test_states_are_copied_to_another_node_only_where_there_is_one(config):
+    ranks, copies, keep = "policies.one.training.ranks=2", "process_groups.copies=2", "process_groups.keep_updated"
+    joined = ["cluster.backend=ray", "cluster.address=10.0.0.1:6379"]
+    assert load_run(config, [ranks, copies, *joined]).process_groups.copies == 2
+    assert refused(config, ranks, copies, "cluster.backend=ray") == [
+        "process_groups.copies is 2, but cluster.address=local has one node; use copies=1, or give the address of a "
+        "Ray with several nodes"
+    ]
+    assert refused(config, ranks, copies, f"{keep}=false", *joined) == [
+        "process_groups.copies is 2, but no copy is made after an update, so that the loss of a node ends the run; use "
+        "keep_updated=true, or copies=1"
+    ]
+    assert refused(config, ranks, "process_groups.host_gb=1", *joined) == [
+        "process_groups.host_gb is 1, but on a Ray that others started states are objects, which objects.memory_gib "
+        "bounds; use that, or host_gb=null"
     ]
 
 

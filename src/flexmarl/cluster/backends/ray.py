@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from flexmarl.cluster.backends.ray_nodes import RayAddress, RayAgents, RayFiles, live_nodes
+from flexmarl.cluster.backends.ray_nodes import RayAddress, RayAgents, RayFiles, folder_of_node, live_nodes
 from flexmarl.cluster.backends.ray_resident import START_S, ActorSlot, RayResident, all_of
 from flexmarl.cluster.backends.ray_session import JoinedRay, PrivateRay
 from flexmarl.cluster.concurrency import OwnThread, task_block
@@ -40,7 +40,7 @@ from flexmarl.events.event import Events
 from flexmarl.events.run_events import NodeJoined, NodeLost, ObjectFetched, WorkerLost
 from flexmarl.records import WorkerId
 
-__all__ = ["RayAddress", "RayCluster", "RayFiles", "ray_cluster"]
+__all__ = ["RayAddress", "RayCluster", "RayFiles", "folder_of_node", "ray_cluster"]
 T = TypeVar("T")
 # A placement that is possible takes 0.1 s. A longer one waits for other users' processes to end.
 PLACE_S = 5.0
@@ -415,6 +415,7 @@ def requests_of(specs: Sequence[ResidentSpec[Any]]) -> list[RoomRequest]:
             devices=spec.devices,
             pool=POOL_OF.get(spec.kind, NO_POOL),
             node=spec.node,
+            group=spec.group,
             takes_turns=spec.takes_turns,
         )
         for spec in specs

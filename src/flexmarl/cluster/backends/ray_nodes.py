@@ -9,6 +9,7 @@ import asyncio
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -155,6 +156,12 @@ class RayFiles:
         if self._agent is None:
             self._agent = RayPeers().agent(ray.get_runtime_context().get_node_id())
         return self._agent
+
+
+def folder_of_node() -> Path:
+    """The run's folder on this process's node. It waits for the agent, where no event loop may be awaited."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(lambda: asyncio.run(RayFiles().folder())).result()
 
 
 def agent_name(node: str) -> WorkerId:

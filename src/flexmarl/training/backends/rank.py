@@ -115,11 +115,17 @@ class RankHost:
     async def _read(self, aside: SetAside, kind: str, ranks: Ranks) -> Tensors:
         """The whole tensors of a kind: copied, or seen where they are, if several ranks take their parts."""
         tier, key = self._tier(aside, kind), aside.blocks.get(kind)
-        if ranks.world > 1 and key is not None and kind != "buffers":
-            return dict(await tier.get(key))
-        here = empty_like(aside.tensors[kind], self._device)
-        if key is not None:
-            await tier.get_into(key, here, verify="names", run=self._run)
+        try:
+            if ranks.world > 1 and key is not None and kind != "buffers":
+                return dict(await tier.get(key))
+            here = empty_like(aside.tensors[kind], self._device)
+            if key is not None:
+                await tier.get_into(key, here, verify="names", run=self._run)
+        except KeyError:
+            raise TrainingError(
+                f"'{key}' of its state is on no node any more; with process_groups.copies=2 it would be on the "
+                f"controller's node too; go on from the last checkpoint with --resume"
+            ) from None
         return here
 
     async def _forget_newer(self, policy: PolicyName, aside: SetAside | None) -> None:
