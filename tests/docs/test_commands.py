@@ -91,6 +91,7 @@ def test_every_benchmark_has_its_place_on_the_page() -> None:
         "character_model.py",
         "dispatch_team.py",
         "gateway_rivals.py",
+        "kept_runs.py",
         "tree_workloads.py",
         "vllm_beside.py",
     }

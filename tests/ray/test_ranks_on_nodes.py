@@ -1,4 +1,4 @@
-"""Training processes on nodes of a cluster: they go on elsewhere when their node is lost, and end with the same bits."""
+"""Training processes on nodes of a cluster: they go on when their node is lost, and end with the same bits."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -102,6 +102,7 @@ def assert_places_are_whole(run: Left) -> None:
     assert all(len(nodes) == 1 and nodes < {*OTHERS} for nodes in places.values())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
 def test_places_on_other_nodes_end_with_the_bits_of_one_machine(
     kind: str, begin: Begin, undisturbed: Callable[[str], Left], tmp_path: Path
@@ -117,7 +118,7 @@ def test_places_on_other_nodes_end_with_the_bits_of_one_machine(
     ("kind", "event", "times"),
     [
         pytest.param("ranks", "micro_batch", 3, id="accumulate"),
-        pytest.param("turns", "swapped", 6, id="suspend"),
+        pytest.param("turns", "swapped", 6, id="suspend", marks=pytest.mark.deep),
         pytest.param("ranks", "updated", 3, id="publish", marks=pytest.mark.deep),
         pytest.param("ranks", "micro_batch", 8, id="step", marks=pytest.mark.deep),
         pytest.param("turns", "swapped", 7, id="resume", marks=pytest.mark.deep),
@@ -142,6 +143,7 @@ def test_the_node_of_training_processes_is_lost_and_the_run_ends_with_the_same_b
     assert kind == "ranks" or run.events(Swapped), "witness: they took turns"
 
 
+@pytest.mark.deep
 def test_without_copies_elsewhere_the_error_says_so_and_resume_is_exact(
     begin: Begin, nodes: Nodes, undisturbed: Callable[[str], Left], tmp_path: Path
 ) -> None:

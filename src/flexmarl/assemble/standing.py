@@ -6,15 +6,17 @@ place 1     rank/1/0, rank/1/1 ...
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flexmarl.cluster.interface import Cluster, Resident, ResidentSpec
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, FlexmarlError, TrainingError, WorkerError, boundary
 from flexmarl.events.run_events import ProcessStarted, WorkerLost
-from flexmarl.objects.interface import ObjectStore
+from flexmarl.inference.settings import wants_canary
+from flexmarl.objects.interface import ObjectStore, canary_key
 from flexmarl.records import PolicyName
-from flexmarl.training.group import GroupTrainer, HostMemory, Rank
+from flexmarl.training.group import GroupTrainer, HostMemory, Rank, SetAside
 
 if TYPE_CHECKING:
     from flexmarl.assemble.world import Processes
@@ -80,7 +82,18 @@ def group_trainers(
             world=settings.policies[policy].training.ranks,
             keep=settings.keeps_updated,
             timeout_s=groups.call_timeout_s,
-            copy=objects.get if groups.copies == 2 else None,
+            copy=partial(copy_here, objects, policy, wants_canary(settings.policies[policy].engine))
+            if groups.copies == 2
+            else None,
         )
         for policy in trained
     }
+
+
+async def copy_here(objects: ObjectStore, policy: PolicyName, canary: bool, aside: SetAside) -> None:
+    """Copies a state that is set aside to this process's node, with what engines need of its version.
+
+    Raises KeyError, ObjectError or WorkerError if that fails.
+    """
+    for key in [*aside.blocks.values(), *([canary_key(policy, aside.version)] if canary else [])]:
+        await objects.get(key)

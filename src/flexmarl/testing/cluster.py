@@ -5,6 +5,7 @@ import asyncio
 import fcntl
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -359,6 +360,13 @@ async def a_name_of_a_live_resident_is_refused(cluster: Cluster, kill: Kill, los
     await again.stop()
 
 
+async def residents_of_a_group_are_on_one_node(cluster: Cluster, kill: Kill, losses: Losses) -> None:
+    residents = await cluster.spawn([replace(probe(f"pair/{number}"), group="pair") for number in range(2)])
+    assert len({resident.place.node for resident in residents}) == 1
+    for resident in residents:
+        await resident.stop()
+
+
 async def more_than_there_is_room_for_is_refused(cluster: Cluster, kill: Kill, losses: Losses) -> None:
     await raised(cluster.spawn([probe(f"crowd/{number}") for number in range(4)]), ConfigError)
     for resident in await cluster.spawn([probe("crowd/0"), probe("crowd/1")]):
@@ -421,6 +429,7 @@ LIFE_CHECKS: tuple[Callable[..., Any], ...] = (
     an_error_of_make_comes_back_and_leaves_none,
     an_error_of_make_leaves_no_object_either,
     a_name_of_a_live_resident_is_refused,
+    residents_of_a_group_are_on_one_node,
     more_than_there_is_room_for_is_refused,
     a_death_fails_its_calls_and_is_told_once,
     a_death_is_told_though_nobody_calls,

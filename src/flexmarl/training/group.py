@@ -151,11 +151,11 @@ class GroupTrainer:
         world: int = 1,
         keep: bool = False,
         timeout_s: float | None = None,
-        copy: Callable[[ObjectKey], Awaitable[object]] | None = None,
+        copy: Callable[[SetAside], Awaitable[None]] | None = None,
     ) -> None:
         """`places` are by number; the first `world` ranks of one train the policy. `memory` is that of all policies
-        that share them. A call that takes longer than `timeout_s` has lost its ranks. `copy` copies a block to where it
-        outlives the ranks' node; an error of it counts as the loss of that node."""
+        that share them. A call that takes longer than `timeout_s` has lost its ranks. `copy` copies a state
+        to where it outlives the ranks' node; an error of it counts as the loss of that node."""
         self._policy, self._places, self._world = policy, places, world
         self._keep, self._timeout_s, self._copy = keep, timeout_s, copy
         self._memory = memory or HostMemory()
@@ -214,7 +214,7 @@ class GroupTrainer:
             return aside.published
         async with self._visit():
             checksum = await self._call("publish", version)
-            if self._keep and self._since:
+            if self._keep and (self._since or self._copy):  # The first weights too must outlive the node.
                 async with self._swapping:
                     await self._set_aside("keep")
             return checksum
@@ -292,8 +292,7 @@ class GroupTrainer:
         aside: SetAside = await self._on_all(place, method, room)
         if self._copy is not None:
             try:
-                for key in aside.blocks.values():
-                    await self._copy(key)
+                await self._copy(aside)
             except (KeyError, ObjectError, WorkerError) as error:
                 raise RankLost(f"policy '{self._policy}': its state cannot be copied: {described(error)}") from error
         return aside

@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from flexmarl.cluster.allocation import Lease
 from flexmarl.errors import RankLost, TrainingError
 from flexmarl.objects.backends.memory import InlineObjectStore
+from flexmarl.objects.interface import ObjectKey
 from flexmarl.records import PolicyName, Sample, Version
 from flexmarl.testing.training import accumulate
 from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.ranks import Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.group import GroupTrainer, StandingRanks
+from flexmarl.training.group import GroupTrainer, SetAside, StandingRanks
 from flexmarl.training.interface import HeldRows
 from flexmarl.training.settings import TrainingSettings
 from tests.unit.training.test_ranks import two_batches
@@ -44,12 +45,37 @@ class Mortal:
                 await asyncio.sleep(3600)
             if not (dies and plan["when"] == "before") and not self._dead:
                 found = await getattr(self._host, method)(*args, **options)
-            if dies or self._dead:
-                plan["died"] = self._dead = True
-                raise RankLost(f"rank/0/0: it was lost in '{method}'; go on from the last checkpoint with --resume")
-            return found
+                if not dies:
+                    return found
+            if not plan["died"]:
+                plan["lose"]()
+            plan["died"] = self._dead = True
+            raise RankLost(f"rank/0/0: it was lost in '{method}'; go on from the last checkpoint with --resume")
 
         return call
+
+
+class NodesStore(InlineObjectStore):
+    """The objects of a node that may be lost, with all that was not copied elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._elsewhere: set[ObjectKey] = set()
+        self.copies = 0
+        self.lost_in = 0
+        """The copy in which the node is lost; 0 is none."""
+
+    async def copy(self, aside: SetAside) -> None:
+        self.copies += 1
+        if self.copies == self.lost_in:
+            self.lose()
+        for key in aside.blocks.values():
+            await self.get(key)
+            self._elsewhere.add(key)
+
+    def lose(self) -> None:
+        for key in self._objects.keys() - self._elsewhere:
+            del self._objects[key]
 
 
 class Renewed:
@@ -72,11 +98,18 @@ def source(make_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.
     return folder
 
 
-def play(source: Path, make_samples: Samples, method: str, number: int, when: str) -> tuple[list[str], int, list[str]]:
-    """Three updates, with a suspension in each; the checksums, the renewals, and the states that are left."""
+def play(
+    source: Path, make_samples: Samples, method: str, number: int, when: str, *, node: bool = False
+) -> tuple[list[str], int, list[str]]:
+    """Three updates, with a suspension in each; the checksums, the renewals, and the states that are left.
+
+    With `node`, the objects of the lost rank's node are lost too.
+    """
     settings = TrainingSettings.model_validate({"optimizer": {"learning_rate": 1e-2}, "dtype": "bfloat16"})
-    objects, rows = InlineObjectStore(), HeldRows()
+    objects, rows = NodesStore(), HeldRows()
     plan: dict[str, Any] = {"method": method, "number": number, "when": when, "died": False, "count": 0}
+    plan["lose"] = objects.lose if node else lambda: None
+    objects.lost_in = number if method == "copy" else 0
 
     def make_trainer(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
         return SingleProcessTrainer(policy, model, settings, objects, rows=rows, seed=7, ranks=ranks)
@@ -87,7 +120,8 @@ def play(source: Path, make_samples: Samples, method: str, number: int, when: st
     async def played() -> tuple[list[str], int, list[str]]:
         place, found = Renewed(make), []
         timeout_s = 5.0 if when == "hangs" else None
-        group = GroupTrainer(SOLVER, [place], keep=True, timeout_s=timeout_s)
+        copy = objects.copy if node else None
+        group = GroupTrainer(SOLVER, [place], keep=True, timeout_s=timeout_s, copy=copy)
         here = Lease(place=0, holder=SOLVER, because="the test")
         await group.resume(here)
         found.append(await group.publish(Version(0)))
@@ -105,7 +139,7 @@ def play(source: Path, make_samples: Samples, method: str, number: int, when: st
         return found, place.times, sorted(key for key in objects._objects if key.startswith("state/"))
 
     found = asyncio.run(played())
-    assert plan["died"] or number == 0, "witness: it was lost"
+    assert plan["died"] or objects.copies > objects.lost_in > 0 or number == 0, "witness: it was lost"
     return found
 
 
@@ -125,6 +159,28 @@ def test_a_rank_lost_in_any_call_ends_with_the_same_bits_and_leaves_nothing(
         found, times, leaves = play(source, make_samples, method, number, when)
         assert (found, times) == (checksums, 1)
         assert [key.rpartition("/")[0] for key in leaves] == [key.rpartition("/")[0] for key in left]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("method", [*CALLS, "copy"])
+def test_a_node_lost_in_any_call_ends_with_the_same_bits_if_its_states_are_copied(
+    source: Path, make_samples: Samples, undisturbed: tuple[list[str], int, list[str]], method: str, when: str
+) -> None:
+    for number in (1, 2, 3):
+        found, times, left = play(source, make_samples, method, number, when, node=True)
+        assert (found, times) == (undisturbed[0], 1)
+        assert len(left) == len(undisturbed[2])
+
+
+def test_states_that_nobody_copied_are_gone_with_their_node(
+    source: Path, make_samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nowhere(self: NodesStore, aside: SetAside) -> None:
+        pass
+
+    monkeypatch.setattr(NodesStore, "copy", nowhere)
+    with pytest.raises(TrainingError, match=r"/solver/.*' of its state is on no node .*copies=2.*--resume"):
+        play(source, make_samples, "accumulate", 3, "before", node=True)
 
 
 @pytest.mark.parametrize("method", ["accumulate", "publish"])
