@@ -21,9 +21,13 @@ from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.cli import app  # noqa: E402
 
 # Not by importing: the wheel's own module needs packages that are not installed, and only its file is read.
-pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("gguf", WHEEL)), reason="needs requirements-model.lock: make test-extras"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        any(find_spec(name) is None for name in ("gguf", WHEEL)),
+        reason="needs requirements-model.lock: make test-extras",
+    ),
+    pytest.mark.xdist_group("real-model"),  # It takes 40 s to make.
+]
 
 
 @pytest.fixture(scope="module")
