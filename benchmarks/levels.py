@@ -128,9 +128,9 @@ def play(cell: Cell) -> Played:
         seed=cell.seed,
         before=before,
         after=after,
-        cpu_s=used.ru_utime + used.ru_stime,
-        peak_mib=used.ru_maxrss * 1024 / MIB,
-        state_mib=state / MIB,
+        cpu_s=round(used.ru_utime + used.ru_stime, 2),
+        peak_mib=round(used.ru_maxrss * 1024 / MIB, 2),
+        state_mib=round(state / MIB, 2),
     )
 
 

@@ -75,7 +75,11 @@ class StoreInUse(StoreError):
 
 
 class ObjectError(FlexmarlError):
-    """Weights could not be stored or fetched. The text says why and, if room is missing, how to make it."""
+    """Weights could not be stored or fetched. The text says why."""
+
+
+class ObjectSpaceError(ObjectError):
+    """An object finds no room on a node. The text says how to make it."""
 
 
 class TransitionError(StoreError):

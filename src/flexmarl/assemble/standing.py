@@ -6,6 +6,7 @@ place 1     rank/1/0, rank/1/1 ...
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from flexmarl.events.run_events import ProcessStarted, WorkerLost
 from flexmarl.inference.settings import wants_canary
 from flexmarl.objects.interface import ObjectStore, canary_key
 from flexmarl.records import PolicyName
-from flexmarl.training.group import GroupTrainer, HostMemory, Rank, SetAside
+from flexmarl.training.group import LOSSES_IN_A_ROW, GroupTrainer, HostMemory, Rank, SetAside
 
 if TYPE_CHECKING:
     from flexmarl.assemble.world import Processes
@@ -33,7 +34,7 @@ class StandingPlace:
         self._make_specs, self._processes = make_specs, processes
         self.specs = make_specs()
         """Specs of its first ranks, which the world spawns with all else."""
-        self._residents: list[Resident[Rank]] = []
+        self._residents: Sequence[Resident[Rank]] = []
         self._cluster: Cluster | None = None
 
     def stand(self, cluster: Cluster, spawned: Sequence[Resident[Any]]) -> None:
@@ -47,7 +48,10 @@ class StandingPlace:
         return [resident.remote for resident in self._residents]
 
     async def renew(self, because: str) -> None:
-        """Ends all ranks, and starts others. Those that had not died are lost all the same: their state is gone."""
+        """Ends all ranks, and starts others. Those that had not died are lost all the same: their state is gone.
+
+        The others are on the same node, if it is there and has room: the blocks of the last copy are there.
+        """
         cluster = self._cluster
         assert cluster is not None, "ranks that are lost have stood"
         for resident in self._residents:
@@ -58,14 +62,28 @@ class StandingPlace:
                 lost = WorkerLost(process=resident.name, pid=live.pid, node=live.node, because=because)
                 cluster.events.emit(lost)
         with boundary(TrainingError, f"starting the ranks of a place anew, because {because}"):
-            try:
-                self._residents = await cluster.spawn(self._make_specs())
-            except (WorkerError, ConfigError) as error:  # The latter, if no node has room for them.
-                raise TrainingError(f"{error}; go on from the last checkpoint with --resume") from error
+            self._residents = await self._started(cluster, node=self._residents[0].place.node)
         for resident in self._residents:
             self._processes.add(resident)
             place = resident.place
             cluster.events.emit(ProcessStarted(process=resident.name, pid=place.pid, node=place.node))
+
+    async def _started(self, cluster: Cluster, *, node: str) -> Sequence[Resident[Rank]]:
+        """Starts ranks on the node, else on another one. Raises TrainingError if none has room, or losses go on."""
+        failures: list[str] = []
+        while len(failures) < LOSSES_IN_A_ROW:
+            specs = self._make_specs()
+            there = [replace(spec, node=node) for spec in specs]
+            stays = not failures and cluster.has_room(there)
+            try:
+                return await cluster.spawn(there if stays else specs)
+            except WorkerError as error:  # A node was lost of which nobody knew yet, or was lost now.
+                failures.append(str(error))
+            except ConfigError as error:
+                failures.append(str(error))
+                if not stays:
+                    break
+        raise TrainingError(f"{failures[-1]}; go on from the last checkpoint with --resume")
 
 
 def group_trainers(
@@ -93,7 +111,7 @@ def group_trainers(
 async def copy_here(objects: ObjectStore, policy: PolicyName, canary: bool, aside: SetAside) -> None:
     """Copies a state that is set aside to this process's node, with what engines need of its version.
 
-    Raises KeyError, ObjectError or WorkerError if that fails.
+    Raises KeyError, ObjectError or WorkerError if that fails, ObjectSpaceError without room.
     """
     for key in [*aside.blocks.values(), *([canary_key(policy, aside.version)] if canary else [])]:
         await objects.get(key)

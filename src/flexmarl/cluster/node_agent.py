@@ -39,7 +39,7 @@ from flexmarl.cluster.interface import ClusterNode
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Fetch, Fetched, Locations, Sent, family
 from flexmarl.cluster.spill import Spill
-from flexmarl.errors import ObjectError, WorkerError
+from flexmarl.errors import ObjectError, ObjectSpaceError, WorkerError
 
 PIECE_BYTES = 32 << 20
 """Bytes of a file that cross in one call."""
@@ -545,7 +545,7 @@ class LocalAgent:
             free.unlink()
         return has_room(descriptor, num_bytes)
 
-    def _no_room(self, file: str, num_bytes: int, folder: Path) -> ObjectError:
+    def _no_room(self, file: str, num_bytes: int, folder: Path) -> ObjectSpaceError:
         room = os.statvfs(folder)
         remedy = (
             "give that machine more shared memory (`mount -o remount,size=16G /dev/shm`), or let some be on disk "
@@ -553,7 +553,7 @@ class LocalAgent:
             if folder == self.path
             else "set TMPDIR on that machine to a folder of a larger disk before Ray starts"
         )
-        return ObjectError(
+        return ObjectSpaceError(
             f"node '{self._node.name}': fetching '{file}' needs {num_bytes:,} bytes in {folder}, where "
             f"{room.f_bavail * room.f_frsize:,} are free; remove what dead runs left there (`flexmarl clean`), or "
             f"{remedy}"

@@ -77,9 +77,9 @@ def place(
     """Places residents, given those that are `held` already. Returns a place for each request, in their order.
 
     Those that may be on one node only choose first, then those with most devices, so that small ones do not break up
-    the room of large ones; those of one group choose as one. One that takes turns shares a room if it can. Any other
-    takes the node with the fewest residents of its kind and policy, then with the fewest residents, then the first by
-    name.
+    the room of large ones; those of one group choose as one, and large groups before small ones. One that takes turns
+    shares a room if it can. Any other takes the node with the fewest residents of its kind and policy, then with the
+    fewest residents, then the first by name.
 
     >>> nodes = [ClusterNode(name=name, id=name, address=name, cpus=2, devices=0) for name in "ab"]
     >>> requests = [RoomRequest(name=WorkerId("engine", "solver", n), devices=0, pool="all") for n in range(2)]
@@ -146,8 +146,8 @@ def _units(requests: Sequence[RoomRequest]) -> list[list[int]]:
     return [*units.values()]
 
 
-def _urgency(unit: Sequence[RoomRequest]) -> tuple[bool, int]:
-    return unit[0].node is None, -sum(request.devices for request in unit)
+def _urgency(unit: Sequence[RoomRequest]) -> tuple[bool, int, int]:
+    return unit[0].node is None, -sum(request.devices for request in unit), -len(unit)
 
 
 class _Taken:

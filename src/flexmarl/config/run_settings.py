@@ -411,7 +411,7 @@ class RunSettings(Settings):
                 f"process_groups.at_once is {at_once} with {policies} trained policies, but cluster.backend=inline has "
                 f"one process for all of them; use cluster.backend=ray, or process_groups.at_once=null"
             )
-        of_places = {"at_once", "keep_updated"}  # By each of them alone there are places.
+        of_places = {"at_once", "keep_updated", "copies"}  # By the first two alone there are places.
         for key in sorted(self.process_groups.model_fields_set - of_places) if not self.shared_places else ():
             value, default = getattr(self.process_groups, key), type(self.process_groups).model_fields[key].default
             if value != default:
@@ -435,12 +435,12 @@ class RunSettings(Settings):
     def _states_have_nodes(self) -> Iterator[str]:
         """Checks where the states of training are while they are set aside."""
         groups, address = self.process_groups, self.cluster.address
-        if groups.copies == 2 and address == "local":
+        if groups.copies == 2 and (self.cluster.backend == "inline" or address == "local"):
             yield (
-                "process_groups.copies is 2, but cluster.address=local has one node; use copies=1, or give the address "
-                "of a Ray with several nodes"
+                f"process_groups.copies is 2, but cluster.backend={self.cluster.backend} with cluster.address="
+                f"{address} has one node; use copies=1, or backend=ray with the address of a Ray that has several"
             )
-        elif groups.copies == 2 and self.shared_places and not self.keeps_updated:
+        elif groups.copies == 2 and not self.keeps_updated:
             yield (
                 "process_groups.copies is 2, but no copy is made after an update, so that the loss of a node ends the "
                 "run; use keep_updated=true, or copies=1"

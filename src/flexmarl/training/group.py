@@ -16,14 +16,14 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from flexmarl.cluster.allocation import Lease
 from flexmarl.cluster.proxy import alters
-from flexmarl.errors import ObjectError, RankLost, TrainingError, WorkerError, described
+from flexmarl.errors import ObjectError, ObjectSpaceError, RankLost, TrainingError, WorkerError, described
 from flexmarl.objects.interface import Checksum, ObjectKey
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.interface import Appraised, Trainer, UpdateReport
 
 T = TypeVar("T")
-CHANGING = frozenset({"accumulate", "close_groups", "step", "reset_reference"})
-"""Calls that change the state, but for `load`, after which a new copy is made."""
+CHANGING = frozenset({"accumulate", "close_groups", "step", "reset_reference", "load"})
+"""Calls that change the state."""
 LOSSES_IN_A_ROW = 3
 """Losses in one call after which its cause is taken to be the call."""
 GRACE_S = 10.0
@@ -61,7 +61,8 @@ class Rank(Trainer, Protocol):
     async def resume(self, policy: PolicyName, aside: SetAside | None, world: int = 1, *, keep: bool = False) -> None:
         """Brings the policy's state onto its device: what `suspend` returned, or its first state if that is None.
 
-        The first `world` ranks of its place hold the policy together; each is called. With `keep`, the blocks stay.
+        The first `world` ranks of its place hold the policy together; each is called. With `keep`, the blocks stay, and
+        weights that a lost rank has set are set anew: nobody learned of them.
         Raises TrainingError if it holds a policy, or if a block cannot be read.
         """
         ...
@@ -153,9 +154,12 @@ class GroupTrainer:
         timeout_s: float | None = None,
         copy: Callable[[SetAside], Awaitable[None]] | None = None,
     ) -> None:
-        """`places` are by number; the first `world` ranks of one train the policy. `memory` is that of all policies
-        that share them. A call that takes longer than `timeout_s` has lost its ranks. `copy` copies a state
-        to where it outlives the ranks' node; an error of it counts as the loss of that node."""
+        """`places` are by number; the first `world` ranks of one train the policy.
+
+        `memory` is that of all policies that share them. A call that takes longer than `timeout_s` has lost its ranks.
+        `copy` copies a state to where it outlives the ranks' node; an error of it counts as the loss of that node,
+        unless it says that there is no room.
+        """
         self._policy, self._places, self._world = policy, places, world
         self._keep, self._timeout_s, self._copy = keep, timeout_s, copy
         self._memory = memory or HostMemory()
@@ -214,9 +218,11 @@ class GroupTrainer:
             return aside.published
         async with self._visit():
             checksum = await self._call("publish", version)
-            if self._keep and (self._since or self._copy):  # The first weights too must outlive the node.
+            if self._keep and (self._since or self._aside is None or self._copy):
                 async with self._swapping:
                     await self._set_aside("keep")
+                if self._aside is not None and self._aside.published is not None:
+                    return self._aside.published  # An update that was made again after a loss may have other last bits.
             return checksum
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
@@ -293,19 +299,27 @@ class GroupTrainer:
         if self._copy is not None:
             try:
                 await self._copy(aside)
+            except ObjectSpaceError as error:
+                raise TrainingError(
+                    f"policy '{self._policy}': its state cannot be copied, as process_groups.copies=2 asks: {error}"
+                ) from error
             except (KeyError, ObjectError, WorkerError) as error:
                 raise RankLost(f"policy '{self._policy}': its state cannot be copied: {described(error)}") from error
         return aside
 
     async def _brought(self, place: Place) -> None:
-        """Brings the last copy onto a place, and makes the calls since then again."""
+        """Brings the policy onto a place."""
 
         async def bring() -> None:
-            await self._on_all(place, "resume", self._policy, self._aside, self._world, keep=self._keep)
-            for method, args in self._since:
-                await self._on_all(place, method, *args)
+            await self._bring(place)
 
         await (self._surviving(bring, place, held=False) if self._keep else bring())
+
+    async def _bring(self, place: Place) -> None:
+        """Brings the last copy onto a place, and makes the calls since then again."""
+        await self._on_all(place, "resume", self._policy, self._aside, self._world, keep=self._keep)
+        for method, args in self._since:
+            await self._on_all(place, method, *args)
 
     async def _surviving(self, call: Callable[[], Awaitable[T]], place: Place | None = None, *, held: bool = True) -> T:
         """Makes a call. After a loss it is made again on new ranks, which hold the policy if the lost ones did."""
@@ -318,9 +332,7 @@ class GroupTrainer:
             await place.renew(because)
             if held:
                 with suppress(RankLost):  # The call fails too, and counts it.
-                    await self._on_all(place, "resume", self._policy, self._aside, self._world, keep=True)
-                    for method, args in self._since:
-                        await self._on_all(place, method, *args)
+                    await self._bring(place)
         raise TrainingError(
             f"policy '{self._policy}': its ranks were lost {LOSSES_IN_A_ROW} times in a row, at last: {because}"
         )

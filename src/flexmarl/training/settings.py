@@ -298,7 +298,8 @@ class ProcessGroupSettings(Settings):
         default=None,
         ge=0,
         description="Host memory (shared memory) for states that are set aside, beside their weights, in GB. States "
-        "that find no room are files in the temp folder. null: no bound.",
+        "that find no room are files in the temp folder. null: no bound. On a Ray that others started "
+        "objects.memory_gib bounds it.",
     )
 
     keep_updated: bool | None = Field(

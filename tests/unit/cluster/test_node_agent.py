@@ -23,6 +23,7 @@ from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Sent
 from flexmarl.cluster.node_agent import LocalAgent, NodeAgent, Offer, stretches
 from flexmarl.errors import ObjectError, WorkerError
+from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.backends.node import NodeObjectStore
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectMeta, RunCopy, TensorTree, checksum, weights_key
 from flexmarl.objects.settings import Verify
@@ -324,6 +325,18 @@ def test_a_source_that_is_lost_in_the_middle_is_replaced_by_another(agents: Agen
         await agents[RIGHT].fetch("file")
         assert (agents[RIGHT].path / "file").read_bytes() == data
         assert agents.reads[LEFT] == 5, "witness: the other source gave all of it"
+
+    asyncio.run(act())
+
+
+def test_an_object_whose_setter_died_before_anybody_knew_of_it_is_released_and_set_anew(agents: Agents) -> None:
+    async def act() -> None:
+        key = ObjectKey("weights/solver/1")
+        await ShmObjectStore(agents[LEFT].path).set(key, {"a": torch.zeros(4)})
+        store = NodeObjectStore(Files(agents[LEFT]))
+        await store.release(key)
+        await store.set(key, {"a": torch.ones(4)})
+        assert torch.equal((await NodeObjectStore(Files(agents[RIGHT])).get(key))["a"], torch.ones(4))
 
     asyncio.run(act())
 

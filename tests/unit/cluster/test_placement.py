@@ -204,6 +204,8 @@ def test_a_group_gets_one_node_or_none() -> None:
     second = [rank(1, number, group="place-1") for number in range(2)]
     full = place(second, nodes=nodes, pools=everywhere(nodes), held=found)
     assert isinstance(full, NoRoom), "each node has one room left"
+    tight, engines = [node("a", cpus=2), node("b", cpus=2)], [engine("one", number) for number in range(2)]
+    assert isinstance(place([*engines, *second], nodes=tight, pools=everywhere(tight)), list), "it chooses first"
     assert "rank/1/0 with 1 more of its group needs 2 CPU and 0 GPU on one node; a has 2 CPU" in full.because
 
 

@@ -76,9 +76,14 @@ def test_states_are_copied_to_another_node_only_where_there_is_one(config):
     joined = ["cluster.backend=ray", "cluster.address=10.0.0.1:6379"]
     assert load_run(config, [ranks, copies, *joined]).process_groups.copies == 2
     assert refused(config, ranks, copies, "cluster.backend=ray") == [
-        "process_groups.copies is 2, but cluster.address=local has one node; use copies=1, or give the address of a "
-        "Ray with several nodes"
+        "process_groups.copies is 2, but cluster.backend=ray with cluster.address=local has one node; use copies=1, or "
+        "backend=ray with the address of a Ray that has several"
     ]
+    assert refused(config, copies) == [
+        "process_groups.copies is 2, but cluster.backend=inline with cluster.address=local has one node; use copies=1, "
+        "or backend=ray with the address of a Ray that has several"
+    ]
+    assert "use keep_updated=true" in refused(config, copies, *joined)[0], "each policy has a trainer of one process"
     assert refused(config, ranks, copies, f"{keep}=false", *joined) == [
         "process_groups.copies is 2, but no copy is made after an update, so that the loss of a node ends the run; use "
         "keep_updated=true, or copies=1"

@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.allocation import Lease
-from flexmarl.errors import RankLost, TrainingError
+from flexmarl.errors import ObjectSpaceError, RankLost, TrainingError
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import ObjectKey
+from flexmarl.objects.interface import ObjectKey, checksum, weights_key
 from flexmarl.records import PolicyName, Sample, Version
 from flexmarl.testing.training import accumulate
 from flexmarl.training.aggregation import divisors_of
@@ -25,6 +25,7 @@ from tests.unit.training.test_ranks import two_batches
 
 SOLVER = PolicyName("solver")
 Samples = Callable[..., list[Sample]]
+HERE = Lease(place=0, holder=SOLVER, because="the test")
 CALLS = ("resume", "accumulate", "step", "publish", "keep", "suspend", "drop")
 
 
@@ -98,6 +99,39 @@ def source(make_model: Callable[..., PreTrainedModel], tmp_path_factory: pytest.
     return folder
 
 
+def plan_of(method: str = "", number: int = 0, when: str = "before") -> dict[str, Any]:
+    """When a rank is lost; by default never."""
+    return {"method": method, "number": number, "when": when, "died": False, "count": 0, "lose": lambda: None}
+
+
+def place_of(
+    source: Path, objects: NodesStore, rows: HeldRows, plan: dict[str, Any], *, later_rate: float = 1e-2
+) -> Renewed:
+    """A place of one rank. Ranks that are made after the first one have another learning rate, if asked."""
+    made = 0
+
+    def make() -> Mortal:
+        nonlocal made
+        made += 1
+        rate = 1e-2 if made == 1 else later_rate
+        settings = TrainingSettings.model_validate({"optimizer": {"learning_rate": rate}, "dtype": "bfloat16"})
+
+        def make_trainer(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
+            return SingleProcessTrainer(policy, model, settings, objects, rows=rows, seed=7, ranks=ranks)
+
+        return Mortal(RankHost({SOLVER: Trained(source=source, settings=settings)}, objects, make_trainer), plan)
+
+    return Renewed(make)
+
+
+async def updated(group: GroupTrainer, rows: HeldRows, samples: list[Sample]) -> None:
+    """Accumulates the samples and updates."""
+    rows.hold(samples)
+    for batch in two_batches(samples):
+        await accumulate(group, batch)
+    await group.step(divisors_of(samples))
+
+
 def play(
     source: Path, make_samples: Samples, method: str, number: int, when: str, *, node: bool = False
 ) -> tuple[list[str], int, list[str]]:
@@ -105,25 +139,17 @@ def play(
 
     With `node`, the objects of the lost rank's node are lost too.
     """
-    settings = TrainingSettings.model_validate({"optimizer": {"learning_rate": 1e-2}, "dtype": "bfloat16"})
     objects, rows = NodesStore(), HeldRows()
-    plan: dict[str, Any] = {"method": method, "number": number, "when": when, "died": False, "count": 0}
+    plan = plan_of(method, number, when)
     plan["lose"] = objects.lose if node else lambda: None
     objects.lost_in = number if method == "copy" else 0
 
-    def make_trainer(policy: PolicyName, model: PreTrainedModel, ranks: Ranks) -> SingleProcessTrainer:
-        return SingleProcessTrainer(policy, model, settings, objects, rows=rows, seed=7, ranks=ranks)
-
-    def make() -> Mortal:
-        return Mortal(RankHost({SOLVER: Trained(source=source, settings=settings)}, objects, make_trainer), plan)
-
     async def played() -> tuple[list[str], int, list[str]]:
-        place, found = Renewed(make), []
+        place, found = place_of(source, objects, rows, plan), []
         timeout_s = 5.0 if when == "hangs" else None
         copy = objects.copy if node else None
         group = GroupTrainer(SOLVER, [place], keep=True, timeout_s=timeout_s, copy=copy)
-        here = Lease(place=0, holder=SOLVER, because="the test")
-        await group.resume(here)
+        await group.resume(HERE)
         found.append(await group.publish(Version(0)))
         for version in range(3):
             samples = make_samples(version, 6, version=version)
@@ -131,7 +157,7 @@ def play(
             first, second = two_batches(samples)
             await accumulate(group, first)
             await group.suspend()
-            await group.resume(here)
+            await group.resume(HERE)
             await accumulate(group, second)
             await group.step(divisors_of(samples))
             found.append(await group.publish(Version(version + 1)))
@@ -197,8 +223,97 @@ def test_without_a_copy_the_loss_is_an_error_that_says_how_to_go_on(source: Path
 
     async def resume(**options: Any) -> None:
         group = GroupTrainer(SOLVER, [StandingRanks(Lost())], **options)  # pyright: ignore[reportArgumentType]
-        await group.resume(Lease(place=0, holder=SOLVER, because="the test"))
+        await group.resume(HERE)
 
     for options in ({}, {"keep": True}):
         with pytest.raises(TrainingError, match="it was lost in 'resume'; go on from the last checkpoint"):
             asyncio.run(resume(**options))
+
+
+def test_a_loaded_checkpoint_is_loaded_again_if_its_first_copy_is_lost(
+    source: Path, make_samples: Samples, tmp_path: Path
+) -> None:
+    async def save_and_load() -> None:
+        objects, rows = NodesStore(), HeldRows()
+        group = GroupTrainer(SOLVER, [place_of(source, objects, rows, plan_of())], keep=True)
+        await group.resume(HERE)
+        await group.publish(Version(0))
+        await updated(group, rows, make_samples(0, 6, version=0))
+        saved = await group.publish(Version(1))
+        (tmp_path / "checkpoint").mkdir()
+        await group.save(tmp_path / "checkpoint")
+
+        objects = NodesStore()
+        objects.lost_in = 1
+        place = place_of(source, objects, HeldRows(), plan_of())
+        group = GroupTrainer(SOLVER, [place], keep=True, copy=objects.copy)
+        await group.resume(HERE)
+        assert await group.load(tmp_path / "checkpoint") == 1
+        assert await group.publish(Version(1)) == saved
+        assert place.times == 1, "witness: it was lost"
+
+    asyncio.run(save_and_load())
+
+
+def test_no_room_for_a_copy_is_no_loss_of_a_rank(source: Path) -> None:
+    async def full(aside: SetAside) -> None:
+        raise ObjectSpaceError("node 'head': 0 bytes are free")
+
+    async def publish() -> None:
+        place = place_of(source, NodesStore(), HeldRows(), plan_of())
+        group = GroupTrainer(SOLVER, [place], keep=True, copy=full)
+        await group.resume(HERE)
+        with pytest.raises(TrainingError, match=r"as process_groups\.copies=2 asks: node 'head': 0 bytes are free"):
+            await group.publish(Version(0))
+        assert place.times == 0
+
+    asyncio.run(publish())
+
+
+def test_a_rank_lost_while_it_publishes_the_second_of_two_updates_sets_it_anew(
+    source: Path, make_samples: Samples
+) -> None:
+    async def publish(plan: dict[str, Any]) -> str:
+        objects, rows = NodesStore(), HeldRows()
+        group = GroupTrainer(SOLVER, [place_of(source, objects, rows, plan)], keep=True)
+        await group.resume(HERE)
+        await group.publish(Version(0))
+        for _ in range(2):
+            await updated(group, rows, make_samples(0, 6, version=0))
+        return await group.publish(Version(2))
+
+    lost = plan_of("publish", 2, "after")
+    assert asyncio.run(publish(lost)) == asyncio.run(publish(plan_of()))
+    assert lost["died"], "witness: it was lost"
+
+
+def test_the_first_weights_stay_when_a_rank_is_lost_in_the_first_step(source: Path, make_samples: Samples) -> None:
+    async def lose() -> None:
+        objects, rows = NodesStore(), HeldRows()
+        place = place_of(source, objects, rows, plan_of("accumulate", 1))
+        group = GroupTrainer(SOLVER, [place], keep=True)
+        await group.resume(HERE)
+        first = await group.publish(Version(0))
+        await updated(group, rows, make_samples(0, 6, version=0))
+        assert place.times == 1, "witness: it was lost"
+        assert checksum(await objects.get(weights_key(SOLVER, Version(0)))) == first
+
+    asyncio.run(lose())
+
+
+def test_the_checksum_of_a_publication_is_that_of_the_weights_that_were_set_last(
+    source: Path, make_samples: Samples
+) -> None:
+    async def lose() -> None:
+        objects, rows = NodesStore(), HeldRows()
+        objects.lost_in = 2
+        place = place_of(source, objects, rows, plan_of(), later_rate=1.1e-2)  # As if rounding were another now.
+        group = GroupTrainer(SOLVER, [place], keep=True, copy=objects.copy)
+        await group.resume(HERE)
+        await group.publish(Version(0))
+        await updated(group, rows, make_samples(0, 6, version=0))
+        published = await group.publish(Version(1))
+        assert place.times == 1, "witness: it was lost"
+        assert checksum(await objects.get(weights_key(SOLVER, Version(1)))) == published
+
+    asyncio.run(lose())

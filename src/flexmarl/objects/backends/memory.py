@@ -20,7 +20,7 @@ import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.spill import Spill
-from flexmarl.errors import ObjectError
+from flexmarl.errors import ObjectError, ObjectSpaceError
 from flexmarl.objects.backends.blocks import Blocks, Header
 from flexmarl.objects.interface import (
     Checksum,
@@ -218,14 +218,14 @@ class ShmObjectStore:
     def _missing(self, key: ObjectKey) -> KeyError:
         return KeyError(f"no object '{key}' in {self._root}; there are: {self._keys() or 'none'}")
 
-    def _no_room(self, key: ObjectKey, num_bytes: int) -> ObjectError:
+    def _no_room(self, key: ObjectKey, num_bytes: int) -> ObjectSpaceError:
         if self._spill is not None:
-            return ObjectError(
+            return ObjectSpaceError(
                 f"setting '{key}' needs {num_bytes:,} bytes, and neither {self._root} nor {self._spill.disk} has them "
                 f"free ({_free_bytes(self._root):,} and {_free_bytes(self._spill.disk):,}); set TMPDIR to a folder of "
                 "a larger disk, remove what dead runs left (`flexmarl clean`), or train a smaller model"
             )
-        return ObjectError(
+        return ObjectSpaceError(
             f"setting '{key}' needs {num_bytes:,} bytes in {self._root}, where {_free_bytes(self._root):,} are "
             "free; remove what dead runs left there (`flexmarl clean`), give the machine more shared memory "
             "(`mount -o remount,size=16G /dev/shm`; in a container `--shm-size=16g`), let some be on disk "

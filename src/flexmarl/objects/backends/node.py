@@ -48,8 +48,10 @@ class NodeObjectStore:
         return await (await self._fetched(key)).get_into(key, tree, verify=verify, run=run)
 
     async def release(self, key: ObjectKey) -> None:
-        """Removes the object's name on all nodes."""
-        await self._files.drop((await self._on_node()).file_name(key))
+        """Removes the object's name on all nodes, and what a process of this node left that died in `set`."""
+        local = await self._on_node()
+        await self._files.drop(local.file_name(key))
+        await local.release(key)
 
     async def _fetched(self, key: ObjectKey) -> ShmObjectStore:
         """This node's files, once the object is among them."""

@@ -108,8 +108,6 @@ class RankHost:
                 self._trainer = await self._run(lambda: self._brought_back(policy, aside, here, ranks))
                 if not keep and ranks.is_first:
                     await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
-            if ranks.is_first:
-                await self._forget_newer(policy, aside)
         self._policy, self._aside, self._ranks, self._keeps = policy, aside, ranks, keep
 
     async def _read(self, aside: SetAside, kind: str, ranks: Ranks) -> Tensors:
@@ -123,17 +121,10 @@ class RankHost:
                 await tier.get_into(key, here, verify="names", run=self._run)
         except KeyError:
             raise TrainingError(
-                f"'{key}' of its state is on no node any more; with process_groups.copies=2 it would be on the "
-                f"controller's node too; go on from the last checkpoint with --resume"
+                f"'{key}' of its state is on no node any more (process_groups.copies=2 keeps states on the "
+                f"controller's node too); go on from the last checkpoint with --resume"
             ) from None
         return here
-
-    async def _forget_newer(self, policy: PolicyName, aside: SetAside | None) -> None:
-        """Releases what a lost rank may have published after this state. Nobody was told of it."""
-        newer = (Version(0), Version(1)) if aside is None else (Version(aside.version + 1),)
-        for version in newer:
-            await self._objects.release(weights_key(policy, version))
-            await self._objects.release(canary_key(policy, version))
 
     async def suspend(self, room: int | None = None) -> SetAside:
         """Sets the state aside in blocks, then frees the device. If a block cannot be written, the state stays."""
@@ -152,7 +143,7 @@ class RankHost:
         trainer, policy, before = self._held(), self._policy, self._aside
         with boundary(TrainingError, f"policy '{policy}': setting its state aside"):
             state, number = await trainer.state(), before.number + 1 if before else 0
-            published = await trainer.publish(trainer.version)
+            published = await self._published(trainer.version)
             num_bytes = sum(t.nbytes for kind, of in state.tensors.items() if kind != "weights" for t in of.values())
             aside = SetAside(
                 number=number,
@@ -170,6 +161,14 @@ class RankHost:
             if before is not None and not self._keeps and self._ranks.is_first:
                 await self.drop(before, aside)
         return aside
+
+    async def _published(self, version: Version) -> Checksum:
+        """Sets the weights. If a lost rank has set this version, nobody learned of it, and it is set anew."""
+        trainer = self._held()
+        if self._keeps and self._ranks.is_first and version == trainer.version and not trainer.is_published:
+            await self._objects.release(weights_key(self._policy, version))
+            await self._objects.release(canary_key(self._policy, version))
+        return await trainer.publish(version)
 
     async def drop(self, before: SetAside, aside: SetAside) -> None:
         """Frees the blocks of a state that has been replaced, but for weights and those that the new one has too."""
@@ -198,7 +197,8 @@ class RankHost:
         if isinstance(failed, ObjectError):
             failed = TrainingError(
                 f"policy '{self._policy}': its state of {aside.num_bytes:,} bytes cannot be set aside, and stays where "
-                f"it is: {failed}; process_groups.host_gb decides how much goes to memory, the rest goes to disk"
+                f"it is: {failed}; process_groups.host_gb (on several nodes objects.memory_gib) decides how much goes "
+                f"to memory, the rest goes to disk"
             )
         await self._run(lambda: ranks.agree(failed))
 
@@ -284,7 +284,7 @@ class RankHost:
 
     async def publish(self, version: Version) -> Checksum:
         """Sets the weights."""
-        return await self._held().publish(version)
+        return await self._published(version)
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Computes log-probabilities."""

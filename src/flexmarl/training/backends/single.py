@@ -148,6 +148,11 @@ class SingleProcessTrainer:
         """How many updates the weights have had."""
         return self._version
 
+    @property
+    def is_published(self) -> bool:
+        """True if the weights of this version are set in the object store, as far as it knows."""
+        return self._published_as is not None and self._published_as[0] == self._version
+
     async def accumulate(self, micro_batch_id: str, ids: Sequence[SampleId]) -> LossReport:
         """Reads the rows at once, even while another call runs, and accumulates them in its turn."""
         if self._rows is None:
@@ -235,7 +240,7 @@ class SingleProcessTrainer:
             if version != self._version:
                 raise TrainingError(f"{self._where}: asked to publish {version}, the weights are {self._version}")
             self._require_finite()
-            if self._published_as is not None and self._published_as[0] == version:
+            if self._published_as is not None and self.is_published:
                 return self._published_as[1]
             tensors = await self._run(self._published)
             if self._canaries is not None:
