@@ -38,7 +38,7 @@ from flexmarl.cluster.file_delta import difference, patch
 from flexmarl.cluster.interface import ClusterNode
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.locations import Fetch, Fetched, Locations, Sent, family
-from flexmarl.cluster.spill import Spill
+from flexmarl.cluster.spill import Spill, reserve
 from flexmarl.errors import ObjectError, ObjectSpaceError, WorkerError
 
 PIECE_BYTES = 32 << 20
@@ -610,7 +610,7 @@ def _mapped(path: Path) -> np.ndarray:
 def has_room(descriptor: int, num_bytes: int) -> bool:
     """Reserves the memory of an open file; returns False if there is no room. Raises any other OSError."""
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        reserve(descriptor, num_bytes)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise

@@ -10,6 +10,7 @@ named are blocks, memory to write to again (objects/backends/blocks.py): they ar
 further than it must. The folder on disk lies in the run's own, which its leases remove. This file imports no torch.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -197,3 +198,15 @@ class Spill:
             yield
         finally:
             os.close(descriptor)
+
+
+def reserve(descriptor: int, num_bytes: int) -> None:
+    """Reserves the memory or the disk of an open file. Raises OSError.
+
+    A disk is asked first: to reserve more than is free takes all of it for a moment, in which others cannot write.
+    """
+    room = os.fstatvfs(descriptor)
+    missing = num_bytes - os.fstat(descriptor).st_blocks * 512
+    if room.f_blocks and missing > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(descriptor, 0, num_bytes)

@@ -203,8 +203,12 @@ def test_objects_that_went_unread_for_longest_are_on_disk_and_read_there_by_any_
     assert list((tmp_path / "spilled").iterdir()) == []
 
 
-def test_without_room_in_memory_and_on_disk_the_error_names_both(root, store, tmp_path):
+def test_without_room_in_memory_and_on_disk_the_error_names_both(root, store, tmp_path, monkeypatch):
+    def taken(descriptor, offset, length):
+        pytest.fail(f"{length} bytes were reserved: for a moment nobody else could write")
+
     Spill.allow(root, tmp_path / "spilled", 10)
+    monkeypatch.setattr(os, "posix_fallocate", taken)
     there_are = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     with pytest.raises(ObjectError) as raised:
         asyncio.run(store.set(KEY, {"w": torch.zeros(1).expand(there_are)}))

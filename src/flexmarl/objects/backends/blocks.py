@@ -28,6 +28,7 @@ from uuid import uuid4
 
 import torch
 
+from flexmarl.cluster.spill import reserve
 from flexmarl.cluster.torch_device import LockedPages
 from flexmarl.objects.tensors import Layout, views
 
@@ -153,7 +154,7 @@ class Block:
     def reserve(self, num_bytes: int) -> None:
         """Makes sure of the memory: without it, a write to the map would kill the process. Raises OSError."""
         if os.fstat(self.file).st_size != num_bytes:
-            os.posix_fallocate(self.file, 0, num_bytes)
+            reserve(self.file, num_bytes)
 
     def tensors_beside(self, tree: Mapping[str, torch.Tensor], header: Header) -> dict[str, torch.Tensor]:
         """As `tensors`, to be copied from or to those of `tree`: at the full rate also if these are on CUDA."""
