@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,7 @@ class Cell:
             config["extends"] = str(folder / config["extends"])
         first, second = AGENTS[self.example]
         for name in (first, second):
-            policy = config["policies"][name] = json.loads(
-                json.dumps(config["policies"][name])
-            )  # They share an anchor.
+            policy = config["policies"][name] = deepcopy(config["policies"][name])  # YAML's anchor made them one.
             if self.level in ("L2", "together") or (self.level, name) == ("mixed", second):
                 policy["training"] |= {"lora": LORA, "together": self.level == "together"}
                 optimizer = policy["training"]["optimizer"]

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -218,6 +219,7 @@ class GroupTrainer:
             return aside.published
         async with self._visit():
             checksum = await self._call("publish", version)
+            # The first weights too must outlive a rank, and those of a checkpoint its node.
             if self._keep and (self._since or self._aside is None or self._copy):
                 async with self._swapping:
                     await self._set_aside("keep")
@@ -308,11 +310,8 @@ class GroupTrainer:
         return aside
 
     async def _brought(self, place: Place) -> None:
-        """Brings the policy onto a place."""
-
-        async def bring() -> None:
-            await self._bring(place)
-
+        """Brings the policy onto a place, after a loss onto its new ranks."""
+        bring = partial(self._bring, place)
         await (self._surviving(bring, place, held=False) if self._keep else bring())
 
     async def _bring(self, place: Place) -> None:

@@ -143,7 +143,7 @@ class RankHost:
         trainer, policy, before = self._held(), self._policy, self._aside
         with boundary(TrainingError, f"policy '{policy}': setting its state aside"):
             state, number = await trainer.state(), before.number + 1 if before else 0
-            published = await self._published(trainer.version)
+            published = await self.publish(trainer.version)
             num_bytes = sum(t.nbytes for kind, of in state.tensors.items() if kind != "weights" for t in of.values())
             aside = SetAside(
                 number=number,
@@ -161,14 +161,6 @@ class RankHost:
             if before is not None and not self._keeps and self._ranks.is_first:
                 await self.drop(before, aside)
         return aside
-
-    async def _published(self, version: Version) -> Checksum:
-        """Sets the weights. If a lost rank has set this version, nobody learned of it, and it is set anew."""
-        trainer = self._held()
-        if self._keeps and self._ranks.is_first and version == trainer.version and not trainer.is_published:
-            await self._objects.release(weights_key(self._policy, version))
-            await self._objects.release(canary_key(self._policy, version))
-        return await trainer.publish(version)
 
     async def drop(self, before: SetAside, aside: SetAside) -> None:
         """Frees the blocks of a state that has been replaced, but for weights and those that the new one has too."""
@@ -283,8 +275,12 @@ class RankHost:
         return await self._held().step(divisors)
 
     async def publish(self, version: Version) -> Checksum:
-        """Sets the weights."""
-        return await self._published(version)
+        """Sets the weights. If a lost rank has set this version, nobody learned of it, and it is set anew."""
+        trainer = self._held()
+        if self._keeps and self._ranks.is_first and version == trainer.version and not trainer.is_published:
+            await self._objects.release(weights_key(self._policy, version))
+            await self._objects.release(canary_key(self._policy, version))
+        return await trainer.publish(version)
 
     async def logprobs(self, batch: MicroBatch) -> list[FloatArray]:
         """Computes log-probabilities."""

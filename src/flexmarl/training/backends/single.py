@@ -240,7 +240,7 @@ class SingleProcessTrainer:
             if version != self._version:
                 raise TrainingError(f"{self._where}: asked to publish {version}, the weights are {self._version}")
             self._require_finite()
-            if self._published_as is not None and self.is_published:
+            if self._published_as is not None and self._published_as[0] == version:
                 return self._published_as[1]
             tensors = await self._run(self._published)
             if self._canaries is not None:
