@@ -219,8 +219,7 @@ class GroupTrainer:
             return aside.published
         async with self._visit():
             checksum = await self._call("publish", version)
-            # The first weights too must outlive a rank, and those of a checkpoint its node.
-            if self._keep and (self._since or self._aside is None or self._copy):
+            if self._keep and (self._since or self._aside is None):  # The first weights too must outlive a rank.
                 async with self._swapping:
                     await self._set_aside("keep")
                 if self._aside is not None and self._aside.published is not None:
