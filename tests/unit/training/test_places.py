@@ -310,7 +310,11 @@ def test_between_suspend_and_resume_the_process_holds_nothing_and_the_blocks_are
         await group.resume(lease(0))
         await accumulate(group, *batches_of(samples, 1))
         await group.step(divisors_of(samples))
-        assert anonymous() - before > 3 * 4 * num_parameters, "witness: weights and moments are here"
+        state = (await rank._held().state()).tensors
+        in_tensors = sum(tensor.nbytes for kind in ("weights", "moments") for tensor in state[kind].values())
+        del state
+        assert in_tensors >= 3 * 4 * num_parameters, "witness: weights and moments are here"
+        assert anonymous() - before > in_tensors - (1 << 20), "but for holes in pages that the heap had before"
         for _ in range(2):
             await group.suspend()
             assert anonymous() - before < 16 << 20
