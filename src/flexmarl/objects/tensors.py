@@ -17,6 +17,7 @@ from hashlib import blake2b
 from math import prod
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from flexmarl.cluster.torch_device import wait_for_copies
@@ -174,25 +175,18 @@ def part_sums(part: torch.Tensor, first_byte: int) -> Sums:
     >>> part_sums(whole[:7], 0) + part_sums(whole[7:], 56) == part_sums(whole, 0)
     True
     """
-    data = part.detach().contiguous().reshape(-1).view(torch.uint8)
-    if not len(data):
-        return Sums()
-    head = first_byte % WORD_BYTES
-    if head or data.storage_offset() % WORD_BYTES:
-        return _sums(_padded(data, head), first_byte // WORD_BYTES)
-    first, num_whole = first_byte // WORD_BYTES, len(data) // WORD_BYTES
-    end = num_whole * WORD_BYTES
-    sums = _sums(data[:end].view(torch.int64), first)
-    return sums if end == len(data) else sums + _sums(_padded(data[end:], 0), first + num_whole)
+    total = _Total()
+    total.add(part, first_byte)
+    return total.read()
 
 
 def tree_sums(tree: Mapping[str, torch.Tensor], layout: Layout) -> Sums:
     """Sums of the tensors in `tree`, which may be some or all of the layout's."""
-    sums = Sums()
+    total = _Total()
     for buffer in layout.buffers:
         slots = [slot for slot in buffer.slots if slot.name in tree]
-        sums += _placed_sums(buffer, ((slot.start, tree[slot.name].detach().reshape(-1)) for slot in slots))
-    return sums
+        total.add_placed(buffer, ((slot.start, tree[slot.name].detach().reshape(-1)) for slot in slots))
+    return total.read()
 
 
 def copy_summed(layout: Layout, source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Sums:
@@ -204,8 +198,11 @@ def copy_summed(layout: Layout, source: Mapping[str, torch.Tensor], into: Mappin
         if any(tensor.device.type != "cpu" for tensor in side.values()):
             copy_in(source, into)
             return tree_sums(side, layout)
+    total = _Total()
     with torch.no_grad():
-        return sum((_placed_sums(buffer, _copies(buffer, source, into)) for buffer in layout.buffers), Sums())
+        for buffer in layout.buffers:
+            total.add_placed(buffer, _copies(buffer, source, into))
+    return total.read()
 
 
 def _copies(
@@ -232,13 +229,67 @@ def _in_one_row(*tensors: torch.Tensor) -> bool:
     return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
 
 
-def _placed_sums(buffer: Buffer, placed: Iterable[tuple[int, torch.Tensor]]) -> Sums:
-    """Sums of flat tensors of a buffer, given in order of place."""
-    sums = Sums()
-    for start, run in _runs(placed):
-        together = torch.cat(run) if len(run) > 1 else run[0]
-        sums += part_sums(together, buffer.offset + start * together.element_size())
-    return sums
+class _Total:
+    """Sums of tensors on any devices. An accelerator is given all its work first, and its sums are read at the end."""
+
+    def __init__(self) -> None:
+        self._sums = Sums()
+        self._blocks: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Sums of neighbouring blocks, without their factors: number of the first block, then those of S and of T."""
+
+    def add(self, part: torch.Tensor, first_byte: int) -> None:
+        """Adds a part that begins at byte `first_byte` of the whole."""
+        data = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        head, first = first_byte % WORD_BYTES, first_byte // WORD_BYTES
+        if not len(data):
+            return
+        if head or data.storage_offset() % WORD_BYTES:
+            self._add_words(_padded(data, head), first)
+            return
+        num_whole = len(data) // WORD_BYTES
+        end = num_whole * WORD_BYTES
+        self._add_words(data[:end].view(torch.int64), first)
+        if end < len(data):
+            self._add_words(_padded(data[end:], 0), first + num_whole)
+
+    def add_placed(self, buffer: Buffer, placed: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Adds flat tensors of a buffer, given in order of place."""
+        for start, run in _runs(placed):
+            together = torch.cat(run) if len(run) > 1 else run[0]
+            self.add(together, buffer.offset + start * together.element_size())
+
+    def read(self) -> Sums:
+        """The sums of all that was added."""
+        for device in {of_words.device for _, of_words, _ in self._blocks}:
+            here = [blocks for blocks in self._blocks if blocks[1].device == device]
+            of_blocks = torch.stack([torch.cat(sums) for sums in ([b[1] for b in here], [b[2] for b in here])]).cpu()
+            factors = [factors_of(first, len(of_words)) for first, of_words, _ in here]
+            words, upper = (
+                int(np.dot(sums.numpy(), np.concatenate(of)))
+                for sums, of in zip(of_blocks, zip(*factors, strict=True), strict=True)
+            )
+            self._sums += Sums(words & MASK, upper & MASK)
+        self._blocks.clear()
+        return self._sums
+
+    def _add_words(self, words: torch.Tensor, first: int) -> None:
+        if words.device.type == "cpu":
+            self._sums += array_sums(words.numpy(), first)
+        else:
+            self._add_blocks(words, first)
+
+    def _add_blocks(self, words: torch.Tensor, first: int) -> None:
+        table, upper_table = _tables(words.device)
+        at = 0
+        while at < len(words):
+            block, start = divmod(first + at, BLOCK)
+            whole = (len(words) - at) // BLOCK if start == 0 else 0
+            number = min(whole, _CHUNK)
+            size = number * BLOCK if number else min(BLOCK - start, len(words) - at)
+            piece = words[at : at + size].view(max(number, 1), -1)
+            here = slice(start, start + piece.shape[1])
+            self._blocks.append((block, (piece * table[here]).sum(1), ((piece >> 32) * upper_table[here]).sum(1)))
+            at += size
 
 
 @lru_cache(maxsize=64)
@@ -288,25 +339,3 @@ def _padded(data: torch.Tensor, head: int) -> torch.Tensor:
     words = torch.zeros(num_words, dtype=torch.int64, device=data.device)
     words.view(torch.uint8)[head : head + len(data)] = data
     return words
-
-
-def _sums(words: torch.Tensor, first: int) -> Sums:
-    return array_sums(words.numpy(), first) if words.device.type == "cpu" else _many_blocks(words, first)
-
-
-def _many_blocks(words: torch.Tensor, first: int) -> Sums:
-    """The sums on an accelerator: few large kernels, and no number is read back before the end."""
-    total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    tables, at = _tables(words.device), 0
-    while at < len(words):
-        block, start = divmod(first + at, BLOCK)
-        whole = (len(words) - at) // BLOCK if start == 0 else 0
-        number = min(whole, _CHUNK)
-        size = number * BLOCK if number else min(BLOCK - start, len(words) - at)
-        piece = words[at : at + size].view(max(number, 1), -1)
-        factors = factors_of(block, max(number, 1))
-        for which, values in enumerate((piece, piece >> 32)):
-            table = tables[which][start : start + piece.shape[1]]
-            total[which] += ((values * table).sum(1) * torch.from_numpy(factors[which]).to(words.device)).sum()
-        at += size
-    return Sums(*(int(number) & MASK for number in total.tolist()))
