@@ -24,7 +24,7 @@ from flexmarl.analysis.facts import read_facts
 from flexmarl.assemble.commands import assemble_run
 from flexmarl.assemble.simulation import simulate
 from flexmarl.cli.simulations import as_overrides, fitted
-from flexmarl.config import load_run
+from flexmarl.config import RunSettings, load_run
 from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 
@@ -42,9 +42,9 @@ WANTED = {"predicted_vs_measured": 0.85}
 WANTED_AT_MOST = {"predicted_vs_measured": 1.15}
 
 
-def measured(overrides: Sequence[str]) -> RunFolder:
+def measured_run(settings: RunSettings) -> RunFolder:
     """Trains for real."""
-    run = assemble_run(load_run(CONFIG, overrides))
+    run = assemble_run(settings)
     run.train(Console(quiet=True))
     return RunFolder(run.folder)
 
@@ -65,7 +65,7 @@ def main() -> None:
         folders: dict[str, list[RunFolder]] = {change: [] for change in CHANGES}
         for _ in range(chosen.repeats):
             for change, overrides in CHANGES.items():
-                folders[change].append(measured([*common, *overrides]))
+                folders[change].append(measured_run(load_run(CONFIG, [*common, *overrides])))
         base = folders[FITTED]
         fits = [(fitted(load_run(folder.config), folder), folder) for folder in base]
         rows, ratios = [], {}
