@@ -55,7 +55,10 @@ class InferenceEngine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends these requests at the next token boundary with finish `abort`. Unknown or finished ids are ignored."""
+        """Ends these requests at the next token boundary with finish `abort`. Unknown or finished ids are ignored.
+
+        A request that comes later is not ended, whatever its id: an episode that is lost is played again.
+        """
         ...
 
     async def usage(self) -> EngineUse:

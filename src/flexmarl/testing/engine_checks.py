@@ -213,8 +213,10 @@ class _Check:
         assert all(len(part.response_ids) for part in parts), "progress without tokens is none"
 
     async def aborts(self, engine: InferenceEngine) -> None:
-        """An aborted request is answered with the tokens sampled so far. Unknown ids are ignored."""
-        await engine.abort(["nobody"])
+        """An aborted request is answered with the tokens sampled so far. Unknown ids are ignored, and not kept."""
+        await engine.abort(["nobody", "later"])
+        (later,) = await self._all(engine, [self._request("later", max_tokens=2)])
+        assert later.finish is not FinishReason.ABORT, "an abort does not end a request that came after it"
         got: list[Generation] = []
         requests = [self._request("long", max_tokens=64), self._request("short", max_tokens=3)]
         async for generation in answers_of(engine, requests):

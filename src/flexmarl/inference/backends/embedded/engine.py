@@ -75,8 +75,8 @@ class EmbeddedEngine:
         self._core: EngineCore | None = core
         self._settings, self._policy, self._store, self._thread = settings, policy, store, thread
         self._architecture, self._other = architecture, other
-        self._inbox: list[GenerationRequest] = []
-        self._aborts: list[str] = []
+        self._inbox: list[GenerationRequest | tuple[str, ...]] = []
+        """Requests, and the ids of aborts, in their order: an abort is not that of a later request with the same id."""
         self._answers: dict[str, _Answers] = {}
         self._pump_task: asyncio.Task[None] | None = None
         self._use = core.use()
@@ -136,12 +136,12 @@ class EmbeddedEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests before the next pass, at most `steps_per_turn` decode steps away."""
         if request_ids and not self._closed:
-            self._aborts.extend(request_ids)
+            self._inbox.append(tuple(request_ids))
             self._go_on()
 
     async def usage(self) -> EngineUse:
         """The load after the last pass, with what has arrived since."""
-        new = [request.sampling.max_tokens for request in self._inbox]
+        new = [came.sampling.max_tokens for came in self._inbox if isinstance(came, GenerationRequest)]
         return replace(
             self._use,
             queued=self._use.queued + len(new),
@@ -274,15 +274,14 @@ class EmbeddedEngine:
             while busy and not self._closed:
                 began, before = clock(), self._use.generated_tokens
                 inbox, self._inbox = self._inbox, []
-                aborts, self._aborts = self._aborts, []
-                done, streamed, self._use = await self._thread.run(_pass, core, inbox, aborts, self._settings)
+                done, streamed, self._use = await self._thread.run(_pass, core, inbox, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
                 for progress in streamed:
                     if (answers := self._answers.get(progress.request_id)) is not None:
                         answers.put_nowait(progress)
                 self._deliver(done)
                 left = not core.asleep and (self._use.queued or self._use.running)
-                busy = bool(left or self._inbox or self._aborts)
+                busy = bool(left or self._inbox)
             if self._closed:
                 self._deliver(await self._thread.run(_drain, core, self._inbox))
         except Exception as error:
@@ -301,13 +300,11 @@ class EmbeddedEngine:
 
 
 def _pass(
-    core: EngineCore, inbox: Sequence[GenerationRequest], aborts: Sequence[str], settings: EmbeddedSettings
+    core: EngineCore, inbox: Sequence[GenerationRequest | tuple[str, ...]], settings: EmbeddedSettings
 ) -> tuple[list[Generation], list[GenerationProgress], EngineUse]:
     """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits, or if
     one that streams has its first token."""
-    done = [refused for request in inbox if (refused := core.add(request)) is not None]
-    if aborts:
-        done += core.abort(aborts)
+    done = _take_in(core, inbox)
     with _threads(settings.threads):
         for _ in range(settings.steps_per_turn):
             if core.idle or (done and not core.waiting) or core.has_news:
@@ -327,10 +324,20 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _drain(core: EngineCore, inbox: Sequence[GenerationRequest]) -> list[Generation]:
+def _take_in(core: EngineCore, inbox: Sequence[GenerationRequest | tuple[str, ...]]) -> list[Generation]:
+    """Takes requests and aborts in their order; returns what has ended."""
+    done: list[Generation] = []
+    for came in inbox:
+        if isinstance(came, tuple):
+            done += core.abort(came)
+        elif (refused := core.add(came)) is not None:
+            done.append(refused)
+    return done
+
+
+def _drain(core: EngineCore, inbox: Sequence[GenerationRequest | tuple[str, ...]]) -> list[Generation]:
     """Ends every request, on the device thread."""
-    refused = [generation for request in inbox if (generation := core.add(request)) is not None]
-    return refused + core.abort()
+    return _take_in(core, inbox) + core.abort()
 
 
 def _adopt(
