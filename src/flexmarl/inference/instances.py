@@ -362,18 +362,19 @@ class Instances:
             if engine is not None:
                 await self._close(engine)
             return f"starting it {_how(error, deadline, self._settings.start_timeout_s)}"
-        return await self._join(instance)
+        if failure := await self._join(instance):
+            await self._close(engine)
+        return failure
 
     async def _join(self, instance: Instance, unless: Callable[[], bool] = lambda: False) -> str:
         """Loads the newest weights into an instance and makes it live, unless `unless()` is true then.
 
-        Returns "". If loading fails, it closes the instance and returns the reason.
+        Returns "", or why loading failed: the caller closes the engine.
         """
         while (weights := self._newest) is not None and instance.holds is not weights:
             failure = await self._load(instance, weights)
             # If newer weights came during the load, the store may have released these: the instance is not to blame.
             if failure and weights is self._newest:
-                await self._close(instance.engine)
                 return failure
         if not unless():
             self.live[instance.name] = instance

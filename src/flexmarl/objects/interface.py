@@ -124,6 +124,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    async def take(self, key: ObjectKey) -> TensorTree:
+        """Releases the object and returns its tensors, to which the caller may write. Raises KeyError as `get` does.
+
+        They are in the object's own memory if the store can do that. If just these tensors are set later, they may
+        become that object, without a copy, and are the caller's no more.
+        """
+        ...
+
     async def release(self, key: ObjectKey) -> None:
         """Frees the object. An unknown key is ignored."""
         ...

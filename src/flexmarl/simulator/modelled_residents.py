@@ -73,6 +73,11 @@ class SimulatedObjectStore:
         await self._transfer(key, tree)
         return await self._held.get_into(key, tree, verify=verify, run=run)
 
+    async def take(self, key: ObjectKey) -> TensorTree:
+        """Waits for the transfer, then takes the stored copy."""
+        await self._transfer(key, await self._held.get(key))
+        return await self._held.take(key)
+
     async def release(self, key: ObjectKey) -> None:
         """Drops the object at once."""
         await self._held.release(key)

@@ -45,6 +45,7 @@ async def check_object_store(make: Callable[[], ObjectStore]) -> None:
         _sets_a_key_once,
         _fills,
         _refuses_to_fill,
+        _is_taken,
         _releases,
     ):
         await clause(make())
@@ -103,6 +104,27 @@ async def _refuses_to_fill(store: ObjectStore) -> None:
         await _refuses(ValueError, store.get_into(ObjectKey("k"), {"a": mine, **b}), "another layout", name)
     await _refuses(KeyError, store.get_into(ObjectKey("other"), {"a": mine}), "getting an unknown object", "other")
     assert mine.tolist() == [0.0, 0.0], "a refused get_into must leave the caller's tensors as they were"
+
+
+async def _is_taken(store: ObjectStore) -> None:
+    tree = {name: tensor.detach() for name, tensor in heterogeneous_tree().items()}
+    await store.set(ObjectKey("state/1"), tree)
+    taken = dict(await store.take(ObjectKey("state/1")))
+    _check_equal(taken, tree)
+    await _refuses(KeyError, store.get(ObjectKey("state/1")), "getting an object that was taken", "state/1")
+    await _refuses(KeyError, store.take(ObjectKey("state/1")), "taking an object twice", "state/1")
+    await store.set(ObjectKey("state/2"), {name: torch.zeros_like(tensor) for name, tensor in tree.items()})
+    _check_equal(taken, tree)
+    taken["layers.0.weight"].fill_(3.0)
+    await store.set(ObjectKey("state/3"), taken)
+    changed = {**tree, "layers.0.weight": torch.full((4, 6), 3.0)}
+    _check_equal(await store.get(ObjectKey("state/3")), changed)
+    reading = await store.get(ObjectKey("state/3"))
+    again = dict(await store.take(ObjectKey("state/3")))
+    again["layers.0.weight"].fill_(4.0)
+    _check_equal(reading, changed)
+    await store.set(ObjectKey("state/4"), {**again, "half": torch.ones(24, dtype=torch.bfloat16)})
+    _check_equal(await store.get(ObjectKey("state/4")), {**again, "half": torch.ones(24, dtype=torch.bfloat16)})
 
 
 async def _releases(store: ObjectStore) -> None:

@@ -195,6 +195,28 @@ def test_an_instance_that_does_not_hold_the_new_policys_weights_is_lost_and_repl
     play(scenario, make=torn, respawn=respawn)
 
 
+def test_a_moved_instance_that_hangs_is_known_to_be_lost_before_its_process_has_ended():
+    class Hung(Movable):
+        async def load_weights(self, policy, version):
+            if policy != self.policy:
+                await asyncio.sleep(1000.0)
+            return await super().load_weights(policy, version)
+
+        async def close(self):
+            try:
+                await asyncio.sleep(1000.0)
+            finally:
+                await asyncio.sleep(10.0)  # The end of a process that stands still.
+
+    async def scenario(at):
+        with pytest.raises(EngineError, match=r"was not moved to 'judge': loading version 1 took more than 4\.0 s"):
+            await at.pool.move(InstanceId("solver", 1), to=JUDGE)
+        assert now() == 4.0
+        assert list(at.pool.lost) == ["judge/1"]
+
+    play(scenario, make=Hung, load_timeout_s=4.0, close_timeout_s=2.0)
+
+
 class Deaf(Movable):
     async def abort(self, request_ids):
         pass

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flexmarl.cluster.spill import Spill
+from flexmarl.objects.backends.blocks import Block
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectKey, checksum
 
@@ -113,6 +114,133 @@ def test_an_object_that_fails_half_way_leaves_a_block_that_the_next_one_takes(st
         assert meta.checksum == checksum(await store.get(key(1))) == checksum(tree_of(1))
 
     run(scenario)
+
+
+def test_what_is_taken_stays_in_its_block_which_is_the_next_object_without_a_copy(store):
+    async def scenario():
+        await store.set(key(1), tree_of(1))
+        (block,) = inodes(store)
+        for version in range(1, 12):  # The key of version 10 is longer than that of 9.
+            mine = dict(await store.take(key(version)))
+            assert mine["a"].eq(version).all()
+            mine["a"] += 1
+            mine["b"] += 1
+            meta = await store.set(key(version + 1), mine)
+            assert meta.checksum == checksum(await store.get(key(version + 1))) == checksum(tree_of(version + 1))
+            assert inodes(store) == {block}
+            del mine
+
+    run(scenario)
+
+
+def test_a_taken_block_is_nobody_elses_until_the_last_of_its_tensors_is_gone(store):
+    async def scenario():
+        other = ShmObjectStore(*store.__reduce__()[1])
+        await store.set(key(1), tree_of(1))
+        (block,) = inodes(store)
+        mine = dict(await store.take(key(1)))
+        for version in (2, 3):
+            await other.set(key(version), tree_of(version))
+            await other.release(key(version))
+        assert mine["a"].eq(1).all()
+        assert block in inodes(store)
+        assert len(inodes(store)) == 2
+        last = mine["b"][1]
+        del mine
+        await store.set(key(4), tree_of(4))
+        assert last.eq(1).all()
+        del last
+        await store.set(key(5), tree_of(5))
+        assert len(inodes(store)) == 2
+        assert (await store.get(key(4)))["a"].eq(4).all()
+
+    run(scenario)
+
+
+def test_what_others_read_and_what_is_on_no_block_is_taken_as_a_copy(store):
+    async def scenario():
+        await store.set(key(1), tree_of(1))
+        reading = await ShmObjectStore(*store.__reduce__()[1]).get(key(1))
+        mine = dict(await store.take(key(1)))
+        mine["a"].zero_()
+        assert reading["a"].eq(1).all()
+        del reading, mine
+        await store.set(key(2), tree_of(2))
+        (root,) = store.__reduce__()[1]
+        file = root / store.file_name(key(2))
+        copy = file.read_bytes()
+        file.unlink()
+        file.write_bytes(copy)
+        mine = dict(await store.take(key(2)))
+        assert checksum(mine) == checksum(tree_of(2))
+        assert not file.exists()
+
+    run(scenario)
+
+
+def test_an_object_that_is_replaced_while_it_is_taken_is_the_new_one(store, monkeypatch):
+    lock = Block.lock_to_write
+
+    def later(block):
+        monkeypatch.setattr(Block, "lock_to_write", lock)
+        file.unlink()
+        file.write_bytes(moved)
+        return lock(block)
+
+    async def scenario():
+        await store.set(key(1), tree_of(2))
+        nonlocal moved
+        moved = file.read_bytes()
+        await store.release(key(1))
+        await store.set(key(1), tree_of(1))
+        monkeypatch.setattr(Block, "lock_to_write", later)
+        assert checksum(await store.take(key(1))) == checksum(tree_of(2))
+        assert not file.exists()
+
+    (root,) = store.__reduce__()[1]
+    file, moved = root / store.file_name(key(1)), b""
+    run(scenario)
+
+
+def test_only_the_tensors_themselves_are_an_object_without_a_copy(store):
+    async def scenario():
+        await store.set(key(1), {"a": torch.ones(4, 4), "b": torch.zeros(4, 4)})
+        mine = dict(await store.take(key(1)))
+        trees = ({"a": mine["b"], "b": mine["a"]}, {"a": mine["a"].T, "b": mine["b"]}, {"a": mine["a"]})
+        mine["a"][0] = 7.0
+        for version, tree in enumerate(trees, start=2):
+            meta = await store.set(key(version), tree)
+            mine["a"].add_(1)
+            mine["b"].add_(1)
+            assert meta.checksum == checksum(await store.get(key(version))) != checksum(tree)
+
+    run(scenario)
+
+
+def test_the_block_of_a_process_that_is_killed_with_it_is_free(store):
+    (root,) = store.__reduce__()[1]
+    script = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from flexmarl.objects.backends.memory import ShmObjectStore
+        from flexmarl.objects.interface import ObjectKey
+        mine = asyncio.run(ShmObjectStore(Path({str(root)!r})).take(ObjectKey({key(1)!r})))
+        mine["a"].zero_()
+        print("taken", flush=True)
+        sys.stdin.read()
+    """
+    asyncio.run(store.set(key(1), tree_of(1)))
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"taken\n"
+        with pytest.raises(KeyError):
+            asyncio.run(store.get(key(1)))
+        asyncio.run(store.set(key(2), tree_of(2)))
+        assert len(inodes(store)) == 2, "witness: it has the block"
+        process.kill()
+    asyncio.run(store.set(key(3), tree_of(3)))
+    assert len(inodes(store)) == 2
+    assert asyncio.run(store.get(key(3)))["a"].eq(3).all()
 
 
 def test_a_file_that_came_from_another_node_is_read_like_a_block(store):

@@ -1,14 +1,18 @@
 """Policies that take turns on places: swapped as often as one likes, a policy ends with the same bits (law 9)."""
 
 import asyncio
+import errno
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flexmarl.cluster.allocation import Lease
@@ -17,7 +21,7 @@ from flexmarl.errors import ObjectError, TrainingError
 from flexmarl.events.event import Events
 from flexmarl.events.training_events import Swapped
 from flexmarl.objects.backends.memory import InlineObjectStore, ShmObjectStore
-from flexmarl.objects.interface import ObjectStore, checksum, weights_key
+from flexmarl.objects.interface import ObjectKey, ObjectStore, checksum, weights_key
 from flexmarl.records import CreditLine, MicroBatch, PolicyName, Sample, Version
 from flexmarl.testing.training import accumulate, check_process_group, check_trainer
 from flexmarl.training.aggregation import divisors_of
@@ -198,6 +202,82 @@ def test_a_block_without_room_leaves_the_policy_on_its_device(source: Path, make
         await group.suspend()
         await group.resume(lease(0))
         assert await group.publish(Version(1)) == before
+
+    asyncio.run(play())
+
+
+def test_on_a_cpu_a_policy_trains_in_its_blocks_whatever_fails(
+    source: Path, make_samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of blocks, one after the other, cannot be made, and the trainer cannot, before each swap that succeeds."""
+    kind, objects, rows, samples = "float64, with critic and reference", ShmObjectStore(tmp_path), HeldRows(), []
+    objects._root.rmdir()
+    objects.create()
+    link, names_left = os.link, [math.inf]
+
+    def failing_link(block: Path, name: Path) -> None:
+        names_left[0] -= "state%2F" in str(name)
+        if names_left[0] < 0:
+            raise OSError(errno.ENOSPC, "no room for a name")
+        link(block, name)
+
+    monkeypatch.setattr(os, "link", failing_link)
+
+    def blocks() -> dict[str, int]:
+        """By kind, the blocks that hold the state."""
+        files = tmp_path.glob("state%2Fsolver%2F*.object")
+        return {file.name.split("%2F")[2]: file.stat().st_ino for file in files if "reference" not in file.name}
+
+    def trained_in(there: Mapping[str, int]) -> Set[tuple[str, int]]:
+        """The critic's masters are parameters, which have memory of their own."""
+        return {(name, block) for name, block in there.items() if name != "masters"}
+
+    async def swap(group: GroupTrainer, rank: RankHost) -> None:
+        in_blocks = rank._in_blocks
+        for number in range(len(in_blocks)):
+            names_left[0] = number
+            with pytest.raises(TrainingError, match="stays where it is"):
+                await group.suspend()
+            assert not blocks(), "nothing half is left"
+            names_left[0] = math.inf
+            for name, tensors in (await rank._held().state()).tensors.items():
+                others = [ObjectKey(f"state/solver/{name}/other{number}") for number in range(2)]
+                for other in others:  # Who writes objects of this shape must not find the policy's own blocks.
+                    await objects.set(other, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+                for other in others:
+                    await objects.release(other)
+        await group.suspend()
+        there = blocks()
+        with monkeypatch.context() as broken:
+            broken.setattr(rank, "_make", lambda *_: 1 / 0)
+            with pytest.raises(TrainingError, match="division by zero"):
+                await group.resume(lease(0))
+        assert blocks() == there
+        for _ in range(2):
+            await group.resume(lease(0))
+            assert rank._in_blocks == there.keys()
+            await group.suspend()
+            assert trained_in(blocks()) == trained_in(there), "they were not copied"
+        await group.resume(lease(0))
+
+    async def play() -> None:
+        (rank,) = ranks_of(1, source, {SOLVER: kind}, objects, rows)
+        group, alone = GroupTrainer(SOLVER, standing([rank])), single(SOLVER, source, kind, InlineObjectStore(), rows)
+        await group.resume(lease(0))
+        for version in range(3):
+            samples[:] = make_samples(3, 2, version=version)
+            rows.hold(samples)
+            for batch in batches_of(samples, 2, prefix=f"{version}"):
+                await accumulate(group, batch)
+                await accumulate(alone, batch)
+                await swap(group, rank)
+            for trainer in (group, alone):
+                await trainer.step(divisors_of(samples))
+            assert await group.publish(Version(version + 1)) == await alone.publish(Version(version + 1))
+        await group.save(tmp_path / "group")
+        await alone.save(tmp_path / "alone")
+        sizes = {name: (tmp_path / name / "trainer.pt").stat().st_size for name in ("group", "alone")}
+        assert sizes["group"] < 1.2 * sizes["alone"]
 
     asyncio.run(play())
 

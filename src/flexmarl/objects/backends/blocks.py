@@ -7,6 +7,7 @@
 
 writer: takes the exclusive lock of a free block, or makes a new one; writes; links the object's name; unlocks
 reader: takes the shared lock; sees that the name still leads to this block, and that the key is its own; reads; unlocks
+taker:  takes the exclusive lock of an object's block, and its name away; works on the tensors; links the next name
 
 Nobody takes a block that has a link, so what a reader has locked is whole. The kernel unlocks the files of a process
 that dies, so nothing is counted. A file with an object's name that is no link, as from another node, is read alike.
@@ -25,6 +26,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -129,6 +131,17 @@ class Block:
         """The file's device and number, by which it is known whatever its names."""
         return identity(os.fstat(self.file))
 
+    def is_at(self, path: Path) -> bool:
+        """True if the path leads to this file."""
+        try:
+            return identity(path.stat()) == self.identity
+        except FileNotFoundError:
+            return False
+
+    def forget_map(self) -> None:
+        """Leaves the map to those who have it. The file stays locked as long as they do."""
+        self._map = self._tensors = None
+
     def used(self) -> None:
         """Makes this moment the time of its last use: what went unread for longest leaves memory first (spill.py)."""
         os.utime(self.file)
@@ -178,6 +191,8 @@ class Blocks:
         self._root = root
         self._kept: dict[tuple[int, int], Block] = {}
         """By identity. Who uses one takes it out."""
+        self._taken: WeakKeyDictionary[mmap.mmap, tuple[Block, Header]] = WeakKeyDictionary()
+        """By the map of their tensors. It goes with the last of these, and unlocks the block."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -231,6 +246,46 @@ class Blocks:
         block = self._locked(path, key, Block)
         private = mmap.mmap(block.file, 0, access=mmap.ACCESS_COPY)  # It has the file open, hence the lock.
         return private, Header.read(private)
+
+    def take(self, path: Path, key: str) -> dict[str, torch.Tensor] | None:
+        """Takes the object's name, and its block for the caller alone as long as one of these tensors lives.
+
+        None, and nothing has changed, if others read the object or it is in no block. Raises FileNotFoundError.
+        """
+        block = self._locked(path, key, self._open)
+        header = Header.read(block.map)
+        names = self._names(f"{header.family}-{header.shape}-")
+        own = next((self._root / name for name in names if block.is_at(self._root / name)), None)
+        # Between the shared lock and the exclusive one it may have been removed, or moved to disk.
+        if own is None or not block.lock_to_write() or not block.is_at(path):
+            block.unlock()
+            return None
+        path.unlink()
+        block.path = own
+        tree, taken = views(header.layout, block.map, header.begin), block.map
+        block.forget_map()
+        with self._lock:
+            self._taken[taken] = block, header
+        return tree
+
+    def give_back(self, header: Header, tree: Mapping[str, torch.Tensor], link: Callable[[Path], None]) -> bool:
+        """Makes an object of a taken block if the tree is exactly its tensors: they are the caller's no more.
+
+        `link` names the object. If it raises, the block stays taken.
+        """
+        with self._lock:
+            taken = [(held, *of) for held, of in self._taken.items()]
+        for held, block, before in taken:
+            if before.begin == header.begin and before.layout == header.layout and _is_in(held, before, tree):
+                held[: len(header.data)] = header.data
+                link(block.path)
+                with self._lock:
+                    del self._taken[held]
+                block.used()
+                block.unlock()
+                self._keep(block)
+                return True
+        return False
 
     def remove_free(self) -> None:
         """Removes every free block of the folder."""
@@ -313,3 +368,12 @@ class Blocks:
             self._kept.setdefault(block.identity, block)
             for known in [known for known, kept in self._kept.items() if kept.links == 0]:
                 del self._kept[known]
+
+
+def _is_in(held: mmap.mmap, header: Header, tree: Mapping[str, torch.Tensor]) -> bool:
+    """True if the tree's tensors are those that the header places in this map."""
+    places = views(header.layout, held, header.begin)
+    return all(
+        tensor.numel() == 0 or (tensor.data_ptr(), tensor.stride()) == (places[name].data_ptr(), places[name].stride())
+        for name, tensor in tree.items()
+    )

@@ -33,7 +33,16 @@ from flexmarl.objects.interface import (
     names_checksum,
 )
 from flexmarl.objects.settings import Verify
-from flexmarl.objects.tensors import Layout, copy_in, copy_summed, facts_digest, layout_of, views, whole_digest
+from flexmarl.objects.tensors import (
+    Layout,
+    copy_in,
+    copy_summed,
+    facts_digest,
+    layout_of,
+    tree_sums,
+    views,
+    whole_digest,
+)
 
 
 class InlineObjectStore:
@@ -72,6 +81,12 @@ class InlineObjectStore:
             return checksum(tree) if verify == "full" else names_checksum(tree)
 
         return await run(copy)
+
+    async def take(self, key: ObjectKey) -> TensorTree:
+        """A copy of the stored copy, which may have readers. Raises KeyError."""
+        held = await self.get(key)
+        await self.release(key)
+        return {name: tensor.clone() for name, tensor in held.items()}
 
     async def release(self, key: ObjectKey) -> None:
         """Drops the object, if there is one."""
@@ -135,6 +150,14 @@ class ShmObjectStore:
         """Copies the object from its block, which stays mapped. Raises KeyError or ValueError."""
         return await run(lambda: self._get_into(key, tree, verify))
 
+    async def take(self, key: ObjectKey) -> TensorTree:
+        """The tensors in the object's block, or copies of them if others read it, or if it is on disk."""
+        tree = await asyncio.to_thread(self._take, key)
+        if tree is None:
+            tree = await asyncio.to_thread(lambda: {name: held.clone() for name, held in self._get(key).items()})
+            await self.release(key)
+        return tree
+
     async def release(self, key: ObjectKey) -> None:
         """Removes the object's name. Its block is free when no reader has it any more."""
         if self._spill is None:
@@ -152,6 +175,8 @@ class ShmObjectStore:
             raise _taken(key)
         header = Header(key, layout_of(tree))
         try:
+            if self._blocks.give_back(header, tree, lambda block: self._link(block, key)):
+                return ObjectMeta(key, header.layout.num_bytes, _digest(header.layout, tree, verify))
             if self._spill is not None:
                 return self._set_or_spill(self._spill, key, header, tree, verify)
             try:
@@ -194,11 +219,20 @@ class ShmObjectStore:
     def _write(self, key: ObjectKey, header: Header, tree: TensorTree, verify: Verify) -> ObjectMeta:
         with self._blocks.write(header) as block:
             digest = _copy(header.layout, tree, block.tensors_beside(tree, header), verify)
-            try:
-                os.link(block.path, self._path(key))
-            except FileExistsError:
-                raise _taken(key) from None
+            self._link(block.path, key)
         return ObjectMeta(key, header.layout.num_bytes, digest)
+
+    def _link(self, block: Path, key: ObjectKey) -> None:
+        try:
+            os.link(block, self._path(key))
+        except FileExistsError:
+            raise _taken(key) from None
+
+    def _take(self, key: ObjectKey) -> TensorTree | None:
+        try:
+            return self._blocks.take(self._path(key), key)
+        except FileNotFoundError:
+            raise self._missing(key) from None
 
     def _get(self, key: ObjectKey) -> TensorTree:
         try:
@@ -261,6 +295,10 @@ def _copy(layout: Layout, source: TensorTree, into: TensorTree, verify: Verify) 
         return Checksum(whole_digest(layout, copy_summed(layout, source, into)))
     copy_in(source, into)
     return Checksum(facts_digest(layout))
+
+
+def _digest(layout: Layout, tree: TensorTree, verify: Verify) -> Checksum:
+    return Checksum(whole_digest(layout, tree_sums(tree, layout)) if verify == "full" else facts_digest(layout))
 
 
 def _free_bytes(folder: Path) -> int:

@@ -47,6 +47,12 @@ class NodeObjectStore:
         """Copies the object from this node's memory. Raises KeyError or ValueError."""
         return await (await self._fetched(key)).get_into(key, tree, verify=verify, run=run)
 
+    async def take(self, key: ObjectKey) -> TensorTree:
+        """The tensors in the memory of this node's object, which is then on no node any more. Raises KeyError."""
+        tree = await (await self._fetched(key)).take(key)
+        await self.release(key)
+        return tree
+
     async def release(self, key: ObjectKey) -> None:
         """Removes the object's name on all nodes, and what a process of this node left that died in `set`."""
         local = await self._on_node()

@@ -8,12 +8,15 @@ Blocks are objects of the run's object store, which are written again and again 
 of the weights is the object that engines load: a version that was set is not copied again. Policies with adapters on
 one base take turns on that base, which stays.
 
+On a CPU the other blocks, if none need stay, are the memory that the policy trains in: nothing of them is copied.
+
 With several ranks, all of them are called at the same time. The first one writes the blocks, which are whole; each
 reads its part of them, whatever the number of ranks that there were before.
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +27,7 @@ from transformers import PreTrainedModel
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.torch_device import free_unused
 from flexmarl.errors import FlexmarlError, ObjectError, TrainingError, boundary
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, canary_key, weights_key
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, TensorTree, canary_key, weights_key
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.backends.causal_lm import check_model_files, load_model
 from flexmarl.training.backends.ranks import ALONE, Ranks
@@ -91,6 +94,10 @@ class RankHost:
         self._policy = PolicyName("")
         self._aside: SetAside | None = None
         """The state of which the policy that it holds was resumed."""
+        self._in_blocks: frozenset[str] = frozenset()
+        """Kinds of its tensors that were in blocks when it was resumed, and may still be."""
+        self._locks: list[TensorTree] = []
+        """Tensors in the same blocks: they are the policy's although they were given back once."""
         self._base: Base | None = None
         self._skeletons: dict[str | Path, PreTrainedModel] = {}
         """Models without memory, by their source."""
@@ -104,32 +111,59 @@ class RankHost:
             if aside is None:
                 self._trainer = await self._run(lambda: self._make(policy, self._first_model(policy, ranks), ranks))
             else:
-                here = {kind: await self._read(aside, kind, ranks) for kind in aside.tensors}
-                self._trainer = await self._run(lambda: self._brought_back(policy, aside, here, ranks))
-                if not keep and ranks.is_first:
-                    await self._release(aside, [kind for kind in aside.blocks if kind not in IN_HOST])
+                self._trainer = await self._bring(policy, aside, ranks, keep=keep)
         self._policy, self._aside, self._ranks, self._keeps = policy, aside, ranks, keep
+        self._locks.clear()
+
+    async def _bring(self, policy: PolicyName, aside: SetAside, ranks: Ranks, *, keep: bool) -> SingleProcessTrainer:
+        """The trainer of a state that was set aside. The state stays if it raises."""
+        here: dict[str, Tensors] = {}
+        take = not keep and ranks.world == 1 and self._device == "cpu" and not aside.on_disk
+        taken = [kind for kind in aside.blocks if kind not in IN_HOST] if take else []
+        try:
+            for kind in aside.tensors:
+                here[kind] = await (self._taken(aside, kind) if kind in taken else self._read(aside, kind, ranks))
+            trainer = await self._run(lambda: self._brought_back(policy, aside, here, ranks))
+        except BaseException:
+            for kind in here.keys() & taken:
+                await self._objects.set(aside.blocks[kind], here[kind], verify="names")
+            raise
+        if not keep and ranks.is_first:
+            await self._release(aside, [kind for kind in aside.blocks if kind not in {*IN_HOST, *taken}])
+        self._in_blocks = frozenset(taken)
+        return trainer
+
+    async def _taken(self, aside: SetAside, kind: str) -> Tensors:
+        with self._gone(aside.blocks[kind]):
+            return dict(await self._objects.take(aside.blocks[kind]))
 
     async def _read(self, aside: SetAside, kind: str, ranks: Ranks) -> Tensors:
         """The whole tensors of a kind: copied, or seen where they are, if several ranks take their parts."""
         tier, key = self._tier(aside, kind), aside.blocks.get(kind)
-        try:
+        with self._gone(key):
             if ranks.world > 1 and key is not None and kind != "buffers":
                 return dict(await tier.get(key))
             here = empty_like(aside.tensors[kind], self._device)
             if key is not None:
                 await tier.get_into(key, here, verify="names", run=self._run)
+            return here
+
+    @contextmanager
+    def _gone(self, key: ObjectKey | None) -> Iterator[None]:
+        """Says what to do if a block is not there."""
+        try:
+            yield
         except KeyError:
             raise TrainingError(
                 f"'{key}' of its state is on no node any more (process_groups.copies=2 keeps states on the "
                 f"controller's node too); go on from the last checkpoint with --resume"
             ) from None
-        return here
 
     async def suspend(self, room: int | None = None) -> SetAside:
         """Sets the state aside in blocks, then frees the device. If a block cannot be written, the state stays."""
         aside = await self._copied(room)
         self._trainer, self._aside = None, None
+        self._locks.clear()
         await self._run(self._free)
         return aside
 
@@ -170,6 +204,7 @@ class RankHost:
     async def _write(self, aside: SetAside, kinds: Sequence[str], state: TrainerState) -> None:
         """Writes the blocks of these kinds. Raises TrainingError, on every rank, if one cannot be written."""
         ranks, failed = self._ranks, None
+        kinds = sorted(kinds, key=self._in_blocks.__contains__)  # What may find no room first.
         try:
             for kind in kinds:
                 whole = await self._run(lambda kind=kind: ranks.whole(state.tensors[kind]))
@@ -182,10 +217,10 @@ class RankHost:
                     except FlexmarlError as error:
                         failed = error
         except BaseException:
-            await self._release(aside, kinds)
+            await self._unwrite(aside, kinds)
             raise
         if failed is not None:
-            await self._release(aside, kinds)
+            await self._unwrite(aside, kinds)
         if isinstance(failed, ObjectError):
             failed = TrainingError(
                 f"policy '{self._policy}': its state of {aside.num_bytes:,} bytes cannot be set aside, and stays where "
@@ -193,6 +228,13 @@ class RankHost:
                 f"to memory, the rest goes to disk"
             )
         await self._run(lambda: ranks.agree(failed))
+
+    async def _unwrite(self, aside: SetAside, kinds: Sequence[str]) -> None:
+        """Removes new blocks, but for those that the policy's own tensors are in."""
+        for kind in self._in_blocks.intersection(kinds):
+            with suppress(KeyError):
+                self._locks.append(await self._tier(aside, kind).take(aside.blocks[kind]))
+        await self._release(aside, kinds)
 
     def _key(self, trainer: SingleProcessTrainer, kind: str, number: int) -> ObjectKey:
         """The object that gets a kind of tensors. Weights are published; a reference changes in a reset only."""

@@ -139,10 +139,12 @@ def part(tensor: Tensor) -> Tensor:
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """The rows of a whole tensor that this rank has of `like`, copied to its device; all of them if `like` is whole.
 
-    A DTensor gives its own part.
+    A DTensor gives its own part. Each rank has a copy of a scalar.
     """
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return part(whole)
+    if not whole.dim():
+        return whole.clone()
     rows = _rows(len(whole), like.device_mesh.size())
     begin = rows * like.device_mesh.get_local_rank()
     return whole[begin : begin + rows].to(like.device, copy=True)

@@ -16,6 +16,7 @@ which ranks have parts is laid out whole.
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexmarl.cluster.torch_device import place
+from flexmarl.cluster.torch_device import host_memory, place
+from flexmarl.objects.tensors import TensorFacts, plan
 from flexmarl.training.backends.causal_lm import DTYPES, Updater, load_model, unique_tensors, use_onednn
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.network import Network
@@ -86,7 +88,7 @@ def take_state(state: TrainerState, network: Network, updater: Updater, cache: G
     tensors, names = state.tensors, list(updater.masters)
 
     def mine(name: str, tensor: Tensor) -> Tensor:
-        return part_of(tensor, updater.parameters[name]) if tensor.dim() else tensor.clone()
+        return part_of(tensor, updater.parameters[name])
 
     for name, tensor in tensors.get("masters", {}).items():
         updater.masters[name].copy_(mine(name, tensor))
@@ -118,10 +120,20 @@ def facts_of(tensors: Mapping[str, Tensor]) -> Mapping[str, tuple[str, tuple[int
 
 
 def empty_like(facts: Mapping[str, tuple[str, tuple[int, ...]]], device: str) -> Tensors:
-    """Tensors of these types and shapes, whose numbers are to be filled in."""
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, (dtype, shape) in facts.items()
-    }
+    """Tensors of these types and shapes, whose numbers are to be filled in. On a CPU they are neighbours in memory."""
+    kinds = {name: (getattr(torch, dtype), shape) for name, (dtype, shape) in facts.items()}
+    if device != "cpu":
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in kinds.items()}
+    layout = plan({name: TensorFacts(facts[name][0], shape, dtype.itemsize) for name, (dtype, shape) in kinds.items()})
+    memory, found = host_memory(layout.num_bytes), Tensors()
+    for buffer in layout.buffers:
+        for slot in buffer.slots:
+            dtype, items = getattr(torch, buffer.dtype), prod(slot.shape)
+            place = {"count": items, "offset": buffer.offset + slot.start * dtype.itemsize}
+            # Each a storage of its own: what writes files takes views of one storage for tied weights.
+            new = torch.frombuffer(memory, dtype=dtype, **place) if items else torch.empty(0, dtype=dtype)
+            found[slot.name] = new.view(slot.shape)
+    return found
 
 
 def _counts(sums: OpenSums) -> dict[str, Any]:

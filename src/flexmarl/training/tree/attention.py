@@ -60,6 +60,10 @@ def along(tree: PrefixTree, device: torch.device, dtype: torch.dtype) -> tuple[N
     return np.pad(tree.tokens, (0, padding))[None], options
 
 
+_tried: set[tuple[type, str, torch.device, torch.dtype]] = set()
+"""Kinds of models that this process has seen to be right: one that comes back to a place need not be tried again."""
+
+
 def use_prefix_trees(model: PreTrainedModel, wanted: str) -> ModelShape | None:
     """Puts a model on this attention, in place, and returns its shape.
 
@@ -71,8 +75,12 @@ def use_prefix_trees(model: PreTrainedModel, wanted: str) -> ModelShape | None:
     reason = why_not(model)
     if reason is None:
         model.set_attn_implementation(NAME)
-        reason = _wrong_on_trial(model)
-        if reason is not None:
+        kind = (type(model), model.config.to_json_string(), model.device, model.dtype)
+        if kind not in _tried:
+            reason = _wrong_on_trial(model)
+        if reason is None:
+            _tried.add(kind)
+        else:
             model.set_attn_implementation("sdpa")
     if reason is not None and wanted == "on":
         raise ConfigError(f"training.tree is 'on', but {reason}; use tree: auto, which then trains row by row")

@@ -22,6 +22,7 @@ from transformers import (
 
 from flexmarl.errors import ConfigError
 from flexmarl.records import IntArray
+from flexmarl.training.tree import attention
 from flexmarl.training.tree.attention import NAME, use_prefix_trees
 from flexmarl.training.tree.kernels import BLOCK, FlexAttention, PiecewiseAttention, padded_ends
 from flexmarl.training.tree.merge import merge
@@ -155,6 +156,25 @@ def test_a_model_whose_tokens_see_something_else_is_refused_with_the_reason(make
     assert model.config._attn_implementation == before
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> set[object]:
+    """As in a process that has seen no model yet: the kinds that it has tried."""
+    tried = set[object]()
+    monkeypatch.setattr(attention, "_tried", tried)
+    return tried
+
+
+def test_a_model_is_tried_once_for_each_kind(untried: set[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+    monkeypatch.setattr(attention, "_wrong_on_trial", tries.append)
+    models = [tiny_model(seed=1), tiny_model(seed=2), tiny_model(dtype=torch.float64)]
+    for model in models:
+        assert use_prefix_trees(model, "auto") is not None
+        assert model.config._attn_implementation == NAME
+    assert tries == [models[0], models[2]]
+
+
+@pytest.mark.usefixtures("untried")
 def test_a_model_that_ignores_positions_is_found_out_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     rotary = model.model.rotary_emb
@@ -166,6 +186,7 @@ def test_a_model_that_ignores_positions_is_found_out_on_trial(monkeypatch: pytes
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.usefixtures("untried")
 def test_attention_that_cannot_run_here_is_found_out_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_a_compiler(*_: object) -> None:
         raise RuntimeError("no C compiler was found")
