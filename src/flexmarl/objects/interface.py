@@ -128,7 +128,7 @@ class ObjectStore(Protocol):
         """Releases the object and returns its tensors, to which the caller may write. Raises KeyError as `get` does.
 
         They are in the object's own memory if the store can do that. If just these tensors are set later, they may
-        become that object, without a copy, and are the caller's no more.
+        become that object without a copy: it can be read when the last of them is gone.
         """
         ...
 

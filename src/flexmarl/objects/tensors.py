@@ -142,6 +142,22 @@ def views(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor
     return tree
 
 
+def separate(layout: Layout, block: Any, offset: int = 0) -> dict[str, torch.Tensor]:
+    """As `views`, each with a storage of its own: files of a tensor hold its whole storage."""
+    tree: dict[str, torch.Tensor] = {}
+    for buffer in layout.buffers:
+        dtype = getattr(torch, buffer.dtype)
+        for slot in buffer.slots:
+            start, items = offset + buffer.offset + slot.start * dtype.itemsize, prod(slot.shape)
+            held = (
+                torch.frombuffer(block, dtype=dtype, count=items, offset=start)
+                if items
+                else torch.empty(0, dtype=dtype)
+            )
+            tree[slot.name] = held.view(slot.shape)
+    return tree
+
+
 @lru_cache(maxsize=1 << 10)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Items from one index to the next of each dimension, as contiguous tensors have them."""

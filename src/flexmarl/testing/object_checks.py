@@ -117,6 +117,7 @@ async def _is_taken(store: ObjectStore) -> None:
     _check_equal(taken, tree)
     taken["layers.0.weight"].fill_(3.0)
     await store.set(ObjectKey("state/3"), taken)
+    del taken
     changed = {**tree, "layers.0.weight": torch.full((4, 6), 3.0)}
     _check_equal(await store.get(ObjectKey("state/3")), changed)
     reading = await store.get(ObjectKey("state/3"))

@@ -126,9 +126,9 @@ def test_what_is_taken_stays_in_its_block_which_is_the_next_object_without_a_cop
             mine["a"] += 1
             mine["b"] += 1
             meta = await store.set(key(version + 1), mine)
+            del mine
             assert meta.checksum == checksum(await store.get(key(version + 1))) == checksum(tree_of(version + 1))
             assert inodes(store) == {block}
-            del mine
 
     run(scenario)
 

@@ -233,8 +233,7 @@ def test_on_a_cpu_a_policy_trains_in_its_blocks_whatever_fails(
         return {(name, block) for name, block in there.items() if name != "masters"}
 
     async def swap(group: GroupTrainer, rank: RankHost) -> None:
-        in_blocks = rank._in_blocks
-        for number in range(len(in_blocks)):
+        for number in range(len((await rank._held().state()).tensors) - 2):  # But for weights and reference.
             names_left[0] = number
             with pytest.raises(TrainingError, match="stays where it is"):
                 await group.suspend()
@@ -255,7 +254,6 @@ def test_on_a_cpu_a_policy_trains_in_its_blocks_whatever_fails(
         assert blocks() == there
         for _ in range(2):
             await group.resume(lease(0))
-            assert rank._in_blocks == there.keys()
             await group.suspend()
             assert trained_in(blocks()) == trained_in(there), "they were not copied"
         await group.resume(lease(0))
@@ -277,7 +275,7 @@ def test_on_a_cpu_a_policy_trains_in_its_blocks_whatever_fails(
         await group.save(tmp_path / "group")
         await alone.save(tmp_path / "alone")
         sizes = {name: (tmp_path / name / "trainer.pt").stat().st_size for name in ("group", "alone")}
-        assert sizes["group"] < 1.2 * sizes["alone"]
+        assert sizes["group"] < 1.05 * sizes["alone"]
 
     asyncio.run(play())
 

@@ -32,11 +32,14 @@ import torch
 
 from flexmarl.cluster.spill import reserve
 from flexmarl.cluster.torch_device import LockedPages
-from flexmarl.objects.tensors import Layout, views
+from flexmarl.errors import ObjectError
+from flexmarl.objects.tensors import Layout, separate, views
 
 KEPT = 2
 """Blocks of one family and layout that stay: one is served while the next version is written to the other."""
 PAGE = 4096
+MOST_LOOKS, LOOK_S = 30_000, 0.002
+"""Looks at an object that somebody has locked to write, and the seconds between two of them."""
 _WORTH_LOCKING = 1 << 20
 """Bytes of tensors."""
 _LENGTH_BYTES = 8
@@ -140,20 +143,32 @@ class Block:
 
     def forget_map(self) -> None:
         """Leaves the map to those who have it. The file stays locked as long as they do."""
-        self._map = self._tensors = None
+        self._map = self._tensors = self._locked = None
 
     def used(self) -> None:
         """Makes this moment the time of its last use: what went unread for longest leaves memory first (spill.py)."""
         os.utime(self.file)
 
-    def lock_to_read(self) -> None:
-        """Takes the shared lock, once no writer has the block."""
-        fcntl.flock(self.file, fcntl.LOCK_SH)
+    def lock_to_read(self, path: Path) -> bool:
+        """Takes the shared lock, once no writer has the block; False if the path leads to it no more.
+
+        Raises ObjectError after a minute.
+        """
+        for _ in range(MOST_LOOKS):
+            if self._lock(fcntl.LOCK_SH):
+                return True
+            if not self.is_at(path):
+                return False
+            threading.Event().wait(LOOK_S)
+        raise ObjectError(f"'{path}' cannot be read: a process has written to it for {MOST_LOOKS * LOOK_S:g} s")
 
     def lock_to_write(self) -> bool:
         """Takes the exclusive lock, unless someone holds a lock."""
+        return self._lock(fcntl.LOCK_EX)
+
+    def _lock(self, kind: int) -> bool:
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.file, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _HELD:
                 raise
@@ -191,8 +206,9 @@ class Blocks:
         self._root = root
         self._kept: dict[tuple[int, int], Block] = {}
         """By identity. Who uses one takes it out."""
-        self._taken: WeakKeyDictionary[mmap.mmap, tuple[Block, Header]] = WeakKeyDictionary()
-        """By the map of their tensors. It goes with the last of these, and unlocks the block."""
+        self._lent: WeakKeyDictionary[mmap.mmap, tuple[Block, Header]] = WeakKeyDictionary()
+        """Blocks that were taken, by the map that their tensors are in. It goes with the last of these, and with it the
+        lock."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -252,39 +268,42 @@ class Blocks:
 
         None, and nothing has changed, if others read the object or it is in no block. Raises FileNotFoundError.
         """
-        block = self._locked(path, key, self._open)
+        with self._lock:  # What was given back, and of which somebody still has tensors, is locked by this process.
+            for lent, (block, before) in list(self._lent.items()):
+                if block.is_at(path) and Header.read(lent).key == key:
+                    path.unlink()
+                    return separate(before.layout, lent, before.begin)
+        block = self._open(path)
+        if not block.lock_to_write():
+            self._keep(block)
+            return None
         header = Header.read(block.map)
         names = self._names(f"{header.family}-{header.shape}-")
         own = next((self._root / name for name in names if block.is_at(self._root / name)), None)
-        # Between the shared lock and the exclusive one it may have been removed, or moved to disk.
-        if own is None or not block.lock_to_write() or not block.is_at(path):
+        if own is None or header.key != key or not block.is_at(path):
             block.unlock()
             return None
         path.unlink()
         block.path = own
-        tree, taken = views(header.layout, block.map, header.begin), block.map
+        tree, lent = separate(header.layout, block.map, header.begin), block.map
         block.forget_map()
         with self._lock:
-            self._taken[taken] = block, header
+            self._lent[lent] = block, header
         return tree
 
     def give_back(self, header: Header, tree: Mapping[str, torch.Tensor], link: Callable[[Path], None]) -> bool:
-        """Makes an object of a taken block if the tree is exactly its tensors: they are the caller's no more.
+        """Makes an object of a block that was taken, if the tree is exactly its tensors and it is no object yet.
 
-        `link` names the object. If it raises, the block stays taken.
+        `link` names the object. It can be read once these tensors are gone: the block stays locked until then.
         """
         with self._lock:
-            taken = [(held, *of) for held, of in self._taken.items()]
-        for held, block, before in taken:
-            if before.begin == header.begin and before.layout == header.layout and _is_in(held, before, tree):
-                held[: len(header.data)] = header.data
-                link(block.path)
-                with self._lock:
-                    del self._taken[held]
-                block.used()
-                block.unlock()
-                self._keep(block)
-                return True
+            for lent, (block, before) in list(self._lent.items()):
+                fits = before.begin == header.begin and before.layout == header.layout and block.links == 1
+                if fits and _is_in(lent, before, tree):
+                    lent[: len(header.data)] = header.data
+                    link(block.path)
+                    block.used()
+                    return True
         return False
 
     def remove_free(self) -> None:
@@ -296,7 +315,8 @@ class Blocks:
     def _locked(self, path: Path, key: str, opened: Callable[[Path], Block]) -> Block:
         while True:
             block = opened(path)
-            block.lock_to_read()
+            if not block.lock_to_read(path):
+                continue
             try:
                 if identity(os.stat(path)) == block.identity:
                     if Header.read(block.map).key != key:
@@ -370,9 +390,9 @@ class Blocks:
                 del self._kept[known]
 
 
-def _is_in(held: mmap.mmap, header: Header, tree: Mapping[str, torch.Tensor]) -> bool:
+def _is_in(lent: mmap.mmap, header: Header, tree: Mapping[str, torch.Tensor]) -> bool:
     """True if the tree's tensors are those that the header places in this map."""
-    places = views(header.layout, held, header.begin)
+    places = separate(header.layout, lent, header.begin)
     return all(
         tensor.numel() == 0 or (tensor.data_ptr(), tensor.stride()) == (places[name].data_ptr(), places[name].stride())
         for name, tensor in tree.items()

@@ -151,8 +151,11 @@ class ShmObjectStore:
         return await run(lambda: self._get_into(key, tree, verify))
 
     async def take(self, key: ObjectKey) -> TensorTree:
-        """The tensors in the object's block, or copies of them if others read it, or if it is on disk."""
-        tree = await asyncio.to_thread(self._take, key)
+        """The tensors in the object's block; copies of them if others read it, or where objects may go to disk.
+
+        Without a copy it is one moment of the event loop, so that a caller who is cancelled has taken nothing.
+        """
+        tree = None if self._spill is not None else self._take(key)
         if tree is None:
             tree = await asyncio.to_thread(lambda: {name: held.clone() for name, held in self._get(key).items()})
             await self.release(key)
@@ -172,7 +175,7 @@ class ShmObjectStore:
 
     def _set(self, key: ObjectKey, tree: TensorTree, verify: Verify) -> ObjectMeta:
         if self.has(key):
-            raise _taken(key)
+            raise _already_set(key)
         header = Header(key, layout_of(tree))
         try:
             if self._blocks.give_back(header, tree, lambda block: self._link(block, key)):
@@ -213,7 +216,7 @@ class ShmObjectStore:
             try:
                 spill.name(path, self.file_name(key))
             except FileExistsError:
-                raise _taken(key) from None
+                raise _already_set(key) from None
         return ObjectMeta(key, header.layout.num_bytes, digest)
 
     def _write(self, key: ObjectKey, header: Header, tree: TensorTree, verify: Verify) -> ObjectMeta:
@@ -226,7 +229,7 @@ class ShmObjectStore:
         try:
             os.link(block, self._path(key))
         except FileExistsError:
-            raise _taken(key) from None
+            raise _already_set(key) from None
 
     def _take(self, key: ObjectKey) -> TensorTree | None:
         try:
@@ -286,7 +289,7 @@ class ShmObjectStore:
         return sorted(unquote(path.stem) for kind in ("object", "cut") for path in self._root.glob(f"*.{kind}"))
 
 
-def _taken(key: ObjectKey) -> ValueError:
+def _already_set(key: ObjectKey) -> ValueError:
     return ValueError(f"object '{key}' is already set; keys name immutable objects")
 
 

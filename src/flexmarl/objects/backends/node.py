@@ -49,8 +49,13 @@ class NodeObjectStore:
 
     async def take(self, key: ObjectKey) -> TensorTree:
         """The tensors in the memory of this node's object, which is then on no node any more. Raises KeyError."""
-        tree = await (await self._fetched(key)).take(key)
-        await self.release(key)
+        local = await self._fetched(key)
+        tree = await local.take(key)
+        try:
+            await self._files.drop(local.file_name(key))
+        except BaseException:
+            await local.set(key, tree, verify="names")
+            raise
         return tree
 
     async def release(self, key: ObjectKey) -> None:

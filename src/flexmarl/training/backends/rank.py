@@ -14,6 +14,7 @@ With several ranks, all of them are called at the same time. The first one write
 reads its part of them, whatever the number of ranks that there were before.
 """
 
+import asyncio
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.torch_device import free_unused
 from flexmarl.errors import FlexmarlError, ObjectError, TrainingError, boundary
-from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, TensorTree, canary_key, weights_key
+from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, canary_key, weights_key
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
 from flexmarl.training.backends.causal_lm import check_model_files, load_model
 from flexmarl.training.backends.ranks import ALONE, Ranks
@@ -40,6 +41,8 @@ from flexmarl.training.settings import TrainingSettings
 T = TypeVar("T")
 IN_HOST = ("weights", "reference")
 """Kinds of tensors that never go to disk: engines load the weights, and a reference is written once."""
+NOT_TAKEN = (*IN_HOST, "open")
+"""Kinds of tensors that no policy trains in the blocks of: those, and sums that are freed one group after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +97,6 @@ class RankHost:
         self._policy = PolicyName("")
         self._aside: SetAside | None = None
         """The state of which the policy that it holds was resumed."""
-        self._in_blocks: frozenset[str] = frozenset()
-        """Kinds of its tensors that were in blocks when it was resumed, and may still be."""
-        self._locks: list[TensorTree] = []
-        """Tensors in the same blocks: they are the policy's although they were given back once."""
         self._base: Base | None = None
         self._skeletons: dict[str | Path, PreTrainedModel] = {}
         """Models without memory, by their source."""
@@ -113,43 +112,42 @@ class RankHost:
             else:
                 self._trainer = await self._bring(policy, aside, ranks, keep=keep)
         self._policy, self._aside, self._ranks, self._keeps = policy, aside, ranks, keep
-        self._locks.clear()
 
     async def _bring(self, policy: PolicyName, aside: SetAside, ranks: Ranks, *, keep: bool) -> SingleProcessTrainer:
         """The trainer of a state that was set aside. The state stays if it raises."""
         here: dict[str, Tensors] = {}
-        take = not keep and ranks.world == 1 and self._device == "cpu" and not aside.on_disk
-        taken = [kind for kind in aside.blocks if kind not in IN_HOST] if take else []
+        takes = not keep and ranks.world == 1 and self._device == "cpu" and not aside.on_disk
+        taken = [kind for kind in aside.blocks if kind not in NOT_TAKEN] if takes else []
         try:
             for kind in aside.tensors:
-                here[kind] = await (self._taken(aside, kind) if kind in taken else self._read(aside, kind, ranks))
+                here[kind] = await (self._take(aside, kind) if kind in taken else self._read(aside, kind, ranks))
             trainer = await self._run(lambda: self._brought_back(policy, aside, here, ranks))
         except BaseException:
             for kind in here.keys() & taken:
-                await self._objects.set(aside.blocks[kind], here[kind], verify="names")
+                with suppress(ObjectError):
+                    await asyncio.shield(self._objects.set(aside.blocks[kind], here[kind], verify="names"))
             raise
         if not keep and ranks.is_first:
             await self._release(aside, [kind for kind in aside.blocks if kind not in {*IN_HOST, *taken}])
-        self._in_blocks = frozenset(taken)
         return trainer
 
-    async def _taken(self, aside: SetAside, kind: str) -> Tensors:
-        with self._gone(aside.blocks[kind]):
+    async def _take(self, aside: SetAside, kind: str) -> Tensors:
+        with self._explaining_loss(aside.blocks[kind]):
             return dict(await self._objects.take(aside.blocks[kind]))
 
     async def _read(self, aside: SetAside, kind: str, ranks: Ranks) -> Tensors:
         """The whole tensors of a kind: copied, or seen where they are, if several ranks take their parts."""
         tier, key = self._tier(aside, kind), aside.blocks.get(kind)
-        with self._gone(key):
+        with self._explaining_loss(key):
             if ranks.world > 1 and key is not None and kind != "buffers":
                 return dict(await tier.get(key))
-            here = empty_like(aside.tensors[kind], self._device)
+            here = empty_like(aside.tensors[kind], self._device, at_once=kind != "open")
             if key is not None:
                 await tier.get_into(key, here, verify="names", run=self._run)
             return here
 
     @contextmanager
-    def _gone(self, key: ObjectKey | None) -> Iterator[None]:
+    def _explaining_loss(self, key: ObjectKey | None) -> Iterator[None]:
         """Says what to do if a block is not there."""
         try:
             yield
@@ -163,12 +161,12 @@ class RankHost:
         """Sets the state aside in blocks, then frees the device. If a block cannot be written, the state stays."""
         aside = await self._copied(room)
         self._trainer, self._aside = None, None
-        self._locks.clear()
         await self._run(self._free)
         return aside
 
     async def keep(self, room: int | None = None) -> SetAside:
         """Sets a copy of the state aside in blocks. The copy before stays until `drop`: nobody may know of this one."""
+        assert self._keeps or self._aside is None, "a policy that trains in its blocks has no copy of them"
         self._aside = await self._copied(room)
         return self._aside
 
@@ -204,7 +202,6 @@ class RankHost:
     async def _write(self, aside: SetAside, kinds: Sequence[str], state: TrainerState) -> None:
         """Writes the blocks of these kinds. Raises TrainingError, on every rank, if one cannot be written."""
         ranks, failed = self._ranks, None
-        kinds = sorted(kinds, key=self._in_blocks.__contains__)  # What may find no room first.
         try:
             for kind in kinds:
                 whole = await self._run(lambda kind=kind: ranks.whole(state.tensors[kind]))
@@ -217,10 +214,10 @@ class RankHost:
                     except FlexmarlError as error:
                         failed = error
         except BaseException:
-            await self._unwrite(aside, kinds)
+            await self._release(aside, kinds)
             raise
         if failed is not None:
-            await self._unwrite(aside, kinds)
+            await self._release(aside, kinds)
         if isinstance(failed, ObjectError):
             failed = TrainingError(
                 f"policy '{self._policy}': its state of {aside.num_bytes:,} bytes cannot be set aside, and stays where "
@@ -228,13 +225,6 @@ class RankHost:
                 f"to memory, the rest goes to disk"
             )
         await self._run(lambda: ranks.agree(failed))
-
-    async def _unwrite(self, aside: SetAside, kinds: Sequence[str]) -> None:
-        """Removes new blocks, but for those that the policy's own tensors are in."""
-        for kind in self._in_blocks.intersection(kinds):
-            with suppress(KeyError):
-                self._locks.append(await self._tier(aside, kind).take(aside.blocks[kind]))
-        await self._release(aside, kinds)
 
     def _key(self, trainer: SingleProcessTrainer, kind: str, number: int) -> ObjectKey:
         """The object that gets a kind of tensors. Weights are published; a reference changes in a reset only."""

@@ -16,7 +16,6 @@ which ranks have parts is laid out whole.
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import host_memory, place
-from flexmarl.objects.tensors import TensorFacts, plan
+from flexmarl.objects.tensors import TensorFacts, plan, separate
 from flexmarl.training.backends.causal_lm import DTYPES, Updater, load_model, unique_tensors, use_onednn
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.network import Network
@@ -119,21 +118,16 @@ def facts_of(tensors: Mapping[str, Tensor]) -> Mapping[str, tuple[str, tuple[int
     return {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def empty_like(facts: Mapping[str, tuple[str, tuple[int, ...]]], device: str) -> Tensors:
-    """Tensors of these types and shapes, whose numbers are to be filled in. On a CPU they are neighbours in memory."""
+def empty_like(facts: Mapping[str, tuple[str, tuple[int, ...]]], device: str, *, at_once: bool = True) -> Tensors:
+    """Tensors of these types and shapes, whose numbers are to be filled in.
+
+    On a CPU their memory is freed `at_once`, with the last of them, and is in huge pages if the system has them.
+    """
     kinds = {name: (getattr(torch, dtype), shape) for name, (dtype, shape) in facts.items()}
-    if device != "cpu":
+    if device != "cpu" or not at_once:
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in kinds.items()}
     layout = plan({name: TensorFacts(facts[name][0], shape, dtype.itemsize) for name, (dtype, shape) in kinds.items()})
-    memory, found = host_memory(layout.num_bytes), Tensors()
-    for buffer in layout.buffers:
-        for slot in buffer.slots:
-            dtype, items = getattr(torch, buffer.dtype), prod(slot.shape)
-            place = {"count": items, "offset": buffer.offset + slot.start * dtype.itemsize}
-            # Each a storage of its own: what writes files takes views of one storage for tied weights.
-            new = torch.frombuffer(memory, dtype=dtype, **place) if items else torch.empty(0, dtype=dtype)
-            found[slot.name] = new.view(slot.shape)
-    return found
+    return separate(layout, host_memory(layout.num_bytes))
 
 
 def _counts(sums: OpenSums) -> dict[str, Any]:

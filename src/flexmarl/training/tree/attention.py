@@ -78,10 +78,10 @@ def use_prefix_trees(model: PreTrainedModel, wanted: str) -> ModelShape | None:
         kind = (type(model), model.config.to_json_string(), model.device, model.dtype)
         if kind not in _tried:
             reason = _wrong_on_trial(model)
-        if reason is None:
-            _tried.add(kind)
-        else:
-            model.set_attn_implementation("sdpa")
+            if reason is None:
+                _tried.add(kind)
+            else:
+                model.set_attn_implementation("sdpa")
     if reason is not None and wanted == "on":
         raise ConfigError(f"training.tree is 'on', but {reason}; use tree: auto, which then trains row by row")
     return None if reason is not None else shape_of(model)

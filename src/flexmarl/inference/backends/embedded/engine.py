@@ -1,8 +1,7 @@
 """Embedded engine on a device thread: the synchronous core behind `inference/interface.py`.
 
-    generate --> inbox ---.                        .--> each call's answers
-    abort    --> aborts --+-- one pass at a time --+
-    load     --> the same thread, between passes
+    generate, abort --> inbox --> one pass at a time --> each call's answers
+    load            --> the same thread, between passes
 
 consumes:     requests and aborts, handed over once per pass
 waits for:    the device thread, shared with a trainer of the same process
@@ -38,6 +37,8 @@ from flexmarl.records import (
 )
 
 _Answers = asyncio.Queue[Generation | GenerationProgress | EngineError]
+_Arrival = GenerationRequest | tuple[str, ...]
+"""A request, or the ids of requests to abort."""
 
 
 class EmbeddedEngine:
@@ -75,8 +76,8 @@ class EmbeddedEngine:
         self._core: EngineCore | None = core
         self._settings, self._policy, self._store, self._thread = settings, policy, store, thread
         self._architecture, self._other = architecture, other
-        self._inbox: list[GenerationRequest | tuple[str, ...]] = []
-        """Requests, and the ids of aborts, in their order: an abort is not that of a later request with the same id."""
+        self._inbox: list[_Arrival] = []
+        """In their order: an abort is not that of a later request with the same id."""
         self._answers: dict[str, _Answers] = {}
         self._pump_task: asyncio.Task[None] | None = None
         self._use = core.use()
@@ -141,7 +142,7 @@ class EmbeddedEngine:
 
     async def usage(self) -> EngineUse:
         """The load after the last pass, with what has arrived since."""
-        new = [came.sampling.max_tokens for came in self._inbox if isinstance(came, GenerationRequest)]
+        new = [one.sampling.max_tokens for one in self._inbox if isinstance(one, GenerationRequest)]
         return replace(
             self._use,
             queued=self._use.queued + len(new),
@@ -300,7 +301,7 @@ class EmbeddedEngine:
 
 
 def _pass(
-    core: EngineCore, inbox: Sequence[GenerationRequest | tuple[str, ...]], settings: EmbeddedSettings
+    core: EngineCore, inbox: Sequence[_Arrival], settings: EmbeddedSettings
 ) -> tuple[list[Generation], list[GenerationProgress], EngineUse]:
     """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits, or if
     one that streams has its first token."""
@@ -324,18 +325,18 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _take_in(core: EngineCore, inbox: Sequence[GenerationRequest | tuple[str, ...]]) -> list[Generation]:
+def _take_in(core: EngineCore, inbox: Sequence[_Arrival]) -> list[Generation]:
     """Takes requests and aborts in their order; returns what has ended."""
     done: list[Generation] = []
-    for came in inbox:
-        if isinstance(came, tuple):
-            done += core.abort(came)
-        elif (refused := core.add(came)) is not None:
+    for arrival in inbox:
+        if isinstance(arrival, tuple):
+            done += core.abort(arrival)
+        elif (refused := core.add(arrival)) is not None:
             done.append(refused)
     return done
 
 
-def _drain(core: EngineCore, inbox: Sequence[GenerationRequest | tuple[str, ...]]) -> list[Generation]:
+def _drain(core: EngineCore, inbox: Sequence[_Arrival]) -> list[Generation]:
     """Ends every request, on the device thread."""
     return _take_in(core, inbox) + core.abort()
 
