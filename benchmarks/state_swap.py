@@ -2,6 +2,7 @@
 
     python benchmarks/state_swap.py --json              1M and 100M parameters
     python benchmarks/state_swap.py --sizes 500 --json  500M: 8 GB of state, twice
+    python benchmarks/state_swap.py --hidden --json     swaps of a run: examples/store_assistant on two places
 
 One policy in float32, all weights trained, with gradient sums and both moments: 16 bytes per parameter. It is suspended
 and resumed again and again, on blocks that exist after the first time. Seconds, medians:
@@ -11,6 +12,9 @@ and resumed again and again, on blocks that exist after the first time. Seconds,
     control            what is left of a swap without its data: the same swap of the same layers, one number wide
 
 The weights are published before: their block is the object that engines load, and is not written again.
+
+    swap_hidden        share of the seconds of a run's swaps in which a rollout or another policy's training goes on;
+                       eight policies train for real, their engines are timed (timed.yaml)
 """
 
 import asyncio
@@ -24,9 +28,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import parser, report
+from rich.console import Console
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from flexmarl.analysis.facts import Facts, read_facts
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.config import load_run
+from flexmarl.events.journal import read_run
+from flexmarl.events.run_folder import RunFolder
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.records import (
     AgentName,
@@ -52,6 +62,9 @@ WIDTHS = {1: 64, 100: 704, 500: 1600}
 """Width of a model of 12 layers with about so many million parameters."""
 LAYERS = 12
 SETTINGS = TrainingSettings()
+CONFIG = Path(__file__).parents[1] / "examples" / "store_assistant" / "timed.yaml"
+PLACES = 2
+WANTED = {"swap_hidden": 0.9}
 WANTED_AT_MOST = {"resume_control_s": 0.25, "suspend_control_s": 0.1, "data_vs_memcpy": 1.5}
 
 
@@ -158,11 +171,52 @@ def measured(width: int, repeats: int, device: str = "cpu") -> dict[str, float]:
     return {**found, "parameters": parameters}
 
 
+def hidden(facts: Facts) -> tuple[float, float, int]:
+    """Seconds of the swaps inside steps, those of them that are hidden, and the number of swaps."""
+    total, covered = 0.0, 0.0
+    swaps = [swap for swap in facts.swaps if any(began <= swap.began <= ended for began, ended in facts.span)]
+    for swap in swaps:
+        others = [
+            (done.began, done.ended) for done in (*facts.micro_batches, *facts.updates) if done.policy != swap.policy
+        ]
+        at = swap.began
+        for began, ended in sorted([*facts.rollouts, *others]):
+            if ended > at and began < swap.ended:
+                covered += min(ended, swap.ended) - max(began, at)
+                at = min(ended, swap.ended)
+        total += swap.ended - swap.began
+    return total, covered, len(swaps)
+
+
+def play_hidden(steps: int, *, as_json: bool) -> None:
+    """Trains, prints the table."""
+    with tempfile.TemporaryDirectory() as out:
+        places = f"process_groups={{at_once: {PLACES}}}"
+        words = [f"out={out}", f"steps={steps}", "cluster.backend=ray", "cluster.threads=1", "evaluate.tasks=0", places]
+        run = assemble_run(load_run(CONFIG, words))
+        run.train(Console(quiet=True))
+        facts = read_facts(read_run(RunFolder(run.folder).journal))
+    total, covered, number = hidden(facts)
+    report(
+        f"Swaps of {steps} steps of store_assistant, eight policies on {PLACES} places",
+        ["swaps", "seconds", "hidden, s", "seconds of all steps"],
+        [[f"{number}", f"{total:.2f}", f"{covered:.2f}", f"{sum(ended - began for began, ended in facts.span):.1f}"]],
+        {"swap_hidden": covered / total},
+        as_json=as_json,
+        wanted=WANTED,
+    )
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Prints the table."""
     options = parser(__doc__)
     options.add_argument("--sizes", type=int, nargs="+", default=[1, 100], choices=sorted(WIDTHS), help="millions")
+    options.add_argument("--hidden", action="store_true", help="swaps of a run, and how much of them is hidden")
+    options.add_argument("--steps", type=int, default=6, help="steps of that run (default 6)")
     chosen = options.parse_args(words)
+    if chosen.hidden:
+        play_hidden(chosen.steps, as_json=chosen.json)
+        return
     torch.set_num_threads(chosen.threads)
     transformers_logging.disable_progress_bar()
     control = measured(32, chosen.repeats)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from flexmarl.cluster.spill import Spill
+from flexmarl.errors import ObjectError
+from flexmarl.objects.backends import blocks
 from flexmarl.objects.backends.blocks import Block
 from flexmarl.objects.backends.memory import ShmObjectStore
 from flexmarl.objects.interface import ObjectKey, checksum
@@ -155,6 +157,52 @@ def test_a_taken_block_is_nobody_elses_until_the_last_of_its_tensors_is_gone(sto
         assert (await store.get(key(4)))["a"].eq(4).all()
 
     run(scenario)
+
+
+def test_what_was_given_back_is_locked_as_long_as_somebody_works_on_it(store, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_LOOKS", 20)
+    other = ShmObjectStore(*store.__reduce__()[1])
+
+    async def scenario():
+        await store.set(key(1), tree_of(1))
+        mine = dict(await store.take(key(1)))
+        await store.set(key(2), mine)
+        with pytest.raises(ObjectError, match=r"weights%2Fsolver%2F2.object' cannot be read: .* for 0\.04 s"):
+            await other.get_into(key(2), tree_of(0))
+        again = dict(await store.take(key(2)))
+        again["a"].fill_(2.0)
+        assert mine["a"].eq(2).all(), "witness: the same memory"
+        await store.set(key(3), again)
+        await store.release(key(3))
+        for version in (4, 5):
+            await other.set(key(version), tree_of(version))
+            await other.release(key(version))
+        assert mine["a"].eq(2).all(), "an object that was released at once is still the block of these tensors"
+        await store.set(key(6), mine)
+        await store.set(key(7), mine)
+        del mine, again
+        for version in (6, 7):
+            assert (await other.get(key(version)))["a"].eq(2).all()
+        assert len(inodes(store)) == 2, "the second of one tree is a copy, in the other's block"
+
+    run(scenario)
+
+
+def test_a_reader_that_came_too_late_finds_the_next_object_or_none(store, monkeypatch):
+    """It has opened the file when the object is taken."""
+    read = Block.lock_to_read
+
+    def late(block, path):
+        monkeypatch.setattr(Block, "lock_to_read", read)
+        held.append(store._blocks.take(path, key(1)))
+        return read(block, path)
+
+    held = []
+    asyncio.run(store.set(key(1), tree_of(1)))
+    monkeypatch.setattr(Block, "lock_to_read", late)
+    with pytest.raises(KeyError, match="no object 'weights/solver/1'"):
+        asyncio.run(ShmObjectStore(*store.__reduce__()[1]).get(key(1)))
+    assert held[0]["a"].eq(1).all()
 
 
 def test_what_others_read_and_what_is_on_no_block_is_taken_as_a_copy(store):

@@ -228,11 +228,15 @@ def test_on_a_cpu_a_policy_trains_in_its_blocks_whatever_fails(
         files = tmp_path.glob("state%2Fsolver%2F*.object")
         return {file.name.split("%2F")[2]: file.stat().st_ino for file in files if "reference" not in file.name}
 
+    def number_of_blocks() -> int:
+        return len(list(tmp_path.glob("*.block")))
+
     def trained_in(there: Mapping[str, int]) -> Set[tuple[str, int]]:
         """The critic's masters are parameters, which have memory of their own."""
         return {(name, block) for name, block in there.items() if name != "masters"}
 
     async def swap(group: GroupTrainer, rank: RankHost) -> None:
+        most = 0
         for number in range(len((await rank._held().state()).tensors) - 2):  # But for weights and reference.
             names_left[0] = number
             with pytest.raises(TrainingError, match="stays where it is"):
@@ -245,6 +249,7 @@ def test_on_a_cpu_a_policy_trains_in_its_blocks_whatever_fails(
                     await objects.set(other, {name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
                 for other in others:
                     await objects.release(other)
+            assert number_of_blocks() <= (most := most or number_of_blocks()), "no failure keeps a block"
         await group.suspend()
         there = blocks()
         with monkeypatch.context() as broken:
