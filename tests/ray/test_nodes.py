@@ -154,6 +154,10 @@ class SetHereGetThere:
             tensor.copy_(filled[name])
         return held
 
+    async def take(self, key: ObjectKey) -> TensorTree:
+        await self._begin()
+        return await next(self._others).take(key)
+
     async def release(self, key: ObjectKey) -> None:
         await next(self._others).release(key)
 

@@ -199,6 +199,9 @@ class SetHereGetThere:
     ) -> Checksum:
         return await self._other.get_into(key, tree, verify=verify, run=run)
 
+    async def take(self, key: ObjectKey) -> TensorTree:
+        return await self._other.take(key)
+
     async def release(self, key: ObjectKey) -> None:
         await self._other.release(key)
 

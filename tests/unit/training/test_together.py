@@ -182,7 +182,7 @@ def test_together_equals_apart(
     most: int,
     seed: int,
 ) -> None:
-    """Gradient sums, figures and updated weights of two steps, within 1e-10 in float64."""
+    """Gradient sums and figures of two steps within 1e-10 in float64, updated weights within 1e-8."""
     settings = {
         policy: settings_of(tree=tree, max_tokens_per_forward=most, **each)
         for policy, each in zip(NAMES, policies, strict=False)
@@ -205,7 +205,8 @@ def test_together_equals_apart(
             expected.num_tokens,
         )
         assert found.sums == pytest.approx(dict(expected.sums), rel=1e-9, abs=1e-10)
-    assert all(relative(joint[2][name], tensor) <= 1e-10 for name, tensor in apart[2].items())
+    # AdamW divides by the root of the second moment, which magnifies what differs in a gradient near 0.
+    assert all(relative(joint[2][name], tensor) <= 1e-8 for name, tensor in apart[2].items())
 
 
 @pytest.mark.parametrize(
