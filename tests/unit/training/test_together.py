@@ -63,7 +63,9 @@ def source(make_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(**more: Any) -> TrainingSettings:
-    keys = {"dtype": "float64", "lora": {"rank": 2}, "optimizer": {"learning_rate": 3e-2}, "publish": "merged"}
+    # AdamW divides by the root of the second moment: without such an eps, a gradient near 0 magnifies its last digits.
+    optimizer = {"learning_rate": 3e-2, "eps": 1e-3}
+    keys = {"dtype": "float64", "lora": {"rank": 2}, "optimizer": optimizer, "publish": "merged"}
     return TrainingSettings.model_validate(keys | more)
 
 
@@ -182,7 +184,7 @@ def test_together_equals_apart(
     most: int,
     seed: int,
 ) -> None:
-    """Gradient sums and figures of two steps within 1e-10 in float64, updated weights within 1e-8."""
+    """Gradient sums, figures and updated weights of two steps, within 1e-10 in float64."""
     settings = {
         policy: settings_of(tree=tree, max_tokens_per_forward=most, **each)
         for policy, each in zip(NAMES, policies, strict=False)
@@ -205,8 +207,7 @@ def test_together_equals_apart(
             expected.num_tokens,
         )
         assert found.sums == pytest.approx(dict(expected.sums), rel=1e-9, abs=1e-10)
-    # AdamW divides by the root of the second moment, which magnifies what differs in a gradient near 0.
-    assert all(relative(joint[2][name], tensor) <= 1e-8 for name, tensor in apart[2].items())
+    assert all(relative(joint[2][name], tensor) <= 1e-10 for name, tensor in apart[2].items())
 
 
 @pytest.mark.parametrize(
