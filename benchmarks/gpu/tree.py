@@ -95,6 +95,7 @@ def main() -> None:
         tokens = work_of_rows(work.rows).tokens / work_of_tree(work.rows).tokens
         seconds = len(work.rows) / statistics.median(rates["rows"])
         lines.append([work.name, f"{tokens:.1f}", f"{seconds:.2f} s", f"{figures[work.name]:.2f}"])
+        print(*lines[-1], file=sys.stderr, flush=True)
     figures["worst"] = min(figures.values())
     report(
         "Times faster than rows, bfloat16",
