@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from tree_workloads import Row, as_samples, work_of_rows, work_of_tree, workloads
 
 from flexmarl.training.backends.forward import Pass, plan, run
-from flexmarl.training.batching import plan_passes
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import use_prefix_trees
-from flexmarl.training.tree.merge import PrefixTree
+from flexmarl.training.tree.cost import ModelShape
+from flexmarl.training.tree.merge import PrefixTree, cut
 
 VOCABULARY = 32768
 """Of Qwen2.5's 151 936: the head is the same work for tree and rows, and all logits of a pass would not fit an H100."""
@@ -50,10 +50,11 @@ def unshared(rows: list[Row]) -> PrefixTree:
     )
 
 
-def without_sharing(rows: list[Row]) -> list[Pass]:
-    """Passes of at most MAX_TOKENS, each without padding."""
-    lengths = np.array([len(prompt) + len(response) for prompt, response in rows], dtype=np.int64)
-    return [Pass(part, unshared([rows[i] for i in part])) for part in plan_passes(lengths, MAX_TOKENS)]
+def without_sharing(rows: list[Row], shape: ModelShape) -> list[Pass]:
+    """Passes of at most MAX_TOKENS, each without padding, cut as trees are."""
+    lengths = np.array([len(prompt) + len(response) - 1 for prompt, response in rows], dtype=np.int64)
+    cuts = cut(lengths, np.zeros_like(lengths), MAX_TOKENS, shape.overhead_tokens)
+    return [Pass(np.arange(part.start, part.stop), unshared(rows[part])) for part in cuts]
 
 
 def trained(model: PreTrainedModel, rows: list[Row], passes: list[Pass]) -> Callable[[], float]:
@@ -81,6 +82,7 @@ def main() -> None:
         raise SystemExit("benchmarks/gpu/tree.py needs CUDA, and torch sees none; benchmarks/tree.py runs on a CPU")
     model = on_device(half_billion(VOCABULARY), "cuda", "bfloat16")
     shape = use_prefix_trees(model, "on")
+    assert shape is not None, "the model runs along trees"
     settings = TrainingSettings(tree="on", dtype="bfloat16", max_tokens_per_forward=MAX_TOKENS)
     figures, lines = {}, []
     for work in workloads(1.0):
@@ -88,7 +90,7 @@ def main() -> None:
             continue
         contenders = {
             "tree": trained(model, work.rows, plan(as_samples(work.rows), settings, shape)),
-            "rows": trained(model, work.rows, without_sharing(work.rows)),
+            "rows": trained(model, work.rows, without_sharing(work.rows, shape)),
         }
         rates = interleaved_rates(contenders, chosen.repeats)
         figures[work.name] = median_ratio(rates, "tree", "rows")
