@@ -24,10 +24,9 @@ from flexmarl.assemble.residents import settle_memory
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import AgentName, EpisodeId, FinishReason, PolicyName, Sample, SampleId, Turn, Version, VersionRun
 from flexmarl.training.backends.base_host import BaseHost
-from flexmarl.training.backends.causal_lm import check_model_files
 from flexmarl.training.backends.joint import JointPasses
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.backends.state import Base
+from flexmarl.training.backends.state import Base, Skeleton
 from flexmarl.training.interface import HeldRows
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.together import RowsOf
@@ -82,7 +81,7 @@ class Case:
     def __init__(self, source: Path, number: int, rows: int) -> None:
         settings = TrainingSettings.model_validate({"lora": {"rank": 8}, "publish": "adapter", "together": True})
         policies, self._held = [PolicyName(f"policy-{n}") for n in range(number)], HeldRows()
-        base, objects = Base(source, settings.dtype, "cpu", check_model_files(source)), InlineObjectStore()
+        base, objects = Base(source, settings.dtype, "cpu", Skeleton(source)), InlineObjectStore()
         trainers = {
             policy: SingleProcessTrainer(policy, base.model(), settings, objects, rows=self._held, seed=n)
             for n, policy in enumerate(policies)

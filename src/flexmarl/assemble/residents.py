@@ -49,12 +49,12 @@ from flexmarl.objects.interface import ObjectStore
 from flexmarl.records import AgentName, InstanceId, PolicyName, WorkerId
 from flexmarl.rollout.worker import PlayParts, RolloutHost, RolloutWorker
 from flexmarl.training.backends.base_host import BaseHost
-from flexmarl.training.backends.causal_lm import architecture_of, check_model_files, load_model
+from flexmarl.training.backends.causal_lm import architecture_of, load_model
 from flexmarl.training.backends.joint import JointPasses
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.ranks import ALONE, Ranks, meet
 from flexmarl.training.backends.single import SavesPretrained, SingleProcessTrainer
-from flexmarl.training.backends.state import Base
+from flexmarl.training.backends.state import Base, Skeleton
 from flexmarl.training.group import Rank
 from flexmarl.training.interface import StoreRows, Trainer
 from flexmarl.training.residency import ProcessGroup
@@ -162,7 +162,7 @@ class Materials:
             self._begin()
             thread, rows = self.thread or DeviceThread(f"trainer-{first}"), StoreRows(self.open_store())
             source, training = model_source(settings, first), settings.policies[first].training
-            base = Base(source, training.dtype, self.device, check_model_files(source))
+            base = Base(source, training.dtype, self.device, Skeleton(source))
             trainers: dict[PolicyName, SingleProcessTrainer] = {}
             for policy in policies:
                 with training_of(policy):

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from flexmarl.records import Sample
-from flexmarl.training.backends import forward
+from flexmarl.training.backends import forward, logprobs
 from flexmarl.training.backends.causal_lm import precision, use_onednn
 from flexmarl.training.backends.forward import ValueHead, plan, run
-from flexmarl.training.backends.logprobs import HeadForm, head_form, lean_logprobs, whole_logprobs
+from flexmarl.training.backends.logprobs import HeadForm, head_form, head_form_of_kind, lean_logprobs, whole_logprobs
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import use_prefix_trees
 
@@ -126,8 +126,18 @@ def test_a_head_that_is_more_than_a_linear_layer_has_no_form(make_model: Model) 
     assert head_form(model) == HeadForm()
     head = Doubled(16, 23, bias=False)
     head.weight = model.get_parameter("lm_head.weight")
+    assert head_form_of_kind(model) == HeadForm()
     model.set_output_embeddings(head)
     assert head_form(model) is None
+    assert head_form_of_kind(model) is None
+
+
+def test_a_kind_of_model_is_tried_once(make_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_found", {})
+    first, second = make_model(), make_model()
+    assert head_form_of_kind(first) == HeadForm()
+    monkeypatch.setattr(second, "forward", None)
+    assert head_form_of_kind(second) == HeadForm()
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_has_no_form(

@@ -16,7 +16,7 @@ from flexmarl.training.backends.base_host import BaseHost
 from flexmarl.training.backends.causal_lm import check_model_files
 from flexmarl.training.backends.joint import JointPasses
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.backends.state import Base, bind
+from flexmarl.training.backends.state import Base, Skeleton, bind
 from flexmarl.training.interface import HeldRows
 from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.together import RowsOf
@@ -67,7 +67,7 @@ def resident(
     """Bytes that four trainers in the middle of their second step add; those of the base; of the adapters' state."""
     before, rows = live_bytes(), HeldRows()
     settings = TrainingSettings.model_validate({"lora": {"rank": RANK}, "publish": "adapter", "kl": {"coef": 0.1}})
-    base = make_base(source, settings.dtype, "cpu", check_model_files(source))
+    base = make_base(source, settings.dtype, "cpu", Skeleton(source))
     trainers = {
         policy: SingleProcessTrainer(policy, base.model(), settings, InlineObjectStore(), rows=rows, seed=number)
         for number, policy in enumerate(POLICIES)

@@ -40,10 +40,9 @@ from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.training import check_trainer
 from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.base_host import BaseHost
-from flexmarl.training.backends.causal_lm import check_model_files
 from flexmarl.training.backends.joint import JointPasses
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.backends.state import Base
+from flexmarl.training.backends.state import Base, Skeleton
 from flexmarl.training.interface import HeldRows, RowReader, StoreRows
 from flexmarl.training.session import TrainingSession
 from flexmarl.training.settings import TrainingSettings
@@ -77,7 +76,7 @@ def host_of(
 ) -> BaseHost:
     """A host of adapters on one base, whose B is not 0: they differ from the base and from each other."""
     first, objects = next(iter(settings.values())), objects or InlineObjectStore()
-    base = Base(source, first.dtype, "cpu", check_model_files(source))
+    base = Base(source, first.dtype, "cpu", Skeleton(source))
     trainers = {
         policy: SingleProcessTrainer(policy, base.model(), each, objects, rows=rows, seed=number)
         for number, (policy, each) in enumerate(settings.items())
@@ -210,15 +209,27 @@ def test_together_equals_apart(
     assert all(relative(joint[2][name], tensor) <= 1e-10 for name, tensor in apart[2].items())
 
 
-@pytest.mark.parametrize(
-    "more", [{"activation_checkpointing": True}, {"dtype": "bfloat16"}, {"dtype": "float32"}, {"tree": "on"}]
-)
+@pytest.mark.parametrize("more", [{"activation_checkpointing": True}, {"dtype": "float32"}, {"tree": "on"}])
 def test_it_does_so_however_a_pass_is_made(source: Path, make_samples: Samples, more: dict[str, Any]) -> None:
     settings = {policy: settings_of(**more, kl={"coef": 0.3}) for policy in NAMES[:3]}
     steps = [{policy: own(make_samples(n, 4, policy=policy)) for n, policy in enumerate(settings)}]
     joint, apart = (trained(source, settings, steps, together=together)[0][0] for together in (True, False))
-    bound = {"bfloat16": 5e-2, "float32": 1e-4}.get(settings[NAMES[0]].dtype, 1e-10)
+    bound = {"float32": 1e-4}.get(settings[NAMES[0]].dtype, 1e-10)
     assert all(relative(joint[policy], apart[policy]) <= bound for policy in settings)
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth(source: Path, make_samples: Samples) -> None:
+    """How far two roundings to bfloat16 are apart depends on the CPU's kernels; how far they are off does not."""
+
+    def gradients(dtype: str, *, together: bool) -> Gradients:
+        settings = {policy: settings_of(dtype=dtype, kl={"coef": 0.3}) for policy in NAMES[:3]}
+        steps = [{policy: own(make_samples(n, 4, policy=policy)) for n, policy in enumerate(settings)}]
+        return trained(source, settings, steps, together=together)[0][0]
+
+    truth = gradients("float64", together=False)
+    joint, apart = (gradients("bfloat16", together=together) for together in (True, False))
+    off = {policy: (relative(joint[policy], truth[policy]), relative(apart[policy], truth[policy])) for policy in truth}
+    assert all(ours <= 1.25 * theirs and theirs <= 0.15 for ours, theirs in off.values()), off
 
 
 def test_an_adapter_may_be_on_the_head(make_samples: Samples, tmp_path: Path, make_model: Model) -> None:

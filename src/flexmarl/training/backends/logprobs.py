@@ -62,6 +62,18 @@ _PROBE = 50.0
 """Largest output of the head in the trial. A soft cap shows only in large logits; those of models reach tens."""
 
 
+_found: dict[tuple[type, type, str], HeadForm] = {}
+"""Forms of kinds of models that this process has tried: one that comes back to a place need not be tried again."""
+
+
+def head_form_of_kind(model: PreTrainedModel) -> HeadForm | None:
+    """As `head_form`, which is asked once for the classes of model and head and the config."""
+    kind = (type(model), type(model.get_output_embeddings()), model.config.to_json_string())
+    if kind not in _found and (form := head_form(model)) is not None:
+        _found[kind] = form
+    return _found.get(kind)
+
+
 @torch.no_grad()
 def head_form(model: PreTrainedModel) -> HeadForm | None:
     """The form of the model's head; None if it has none, and then its log-probabilities need all logits at once.

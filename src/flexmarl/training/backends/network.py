@@ -24,7 +24,7 @@ from flexmarl.records import Sample
 from flexmarl.training.backends.adapter import Adapter
 from flexmarl.training.backends.causal_lm import DTYPES, precision, prepare_for_training, unbounded, unique_tensors
 from flexmarl.training.backends.forward import Pass, TokenOutputs, ValueHead, inputs_of, plan, run
-from flexmarl.training.backends.logprobs import head_form
+from flexmarl.training.backends.logprobs import head_form_of_kind
 from flexmarl.training.backends.ranks import ALONE, Ranks, part, part_of
 from flexmarl.training.batching import PASS_OVERHEAD_TOKENS
 from flexmarl.training.partition import partition
@@ -142,7 +142,7 @@ class Network:
         if settings.kl is not None:
             self._reference = self._adapter or FrozenCopy(model)
         self._value_head = ValueHead(model) if settings.critic is not None else None
-        self._form = head_form(model)
+        self._form = head_form_of_kind(model)
         if ranks.world > 1:
             self._shard()
 

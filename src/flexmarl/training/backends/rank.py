@@ -18,7 +18,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -30,10 +29,10 @@ from flexmarl.cluster.torch_device import free_unused
 from flexmarl.errors import FlexmarlError, ObjectError, TrainingError, boundary
 from flexmarl.objects.interface import Checksum, ObjectKey, ObjectStore, canary_key, weights_key
 from flexmarl.records import CreditLine, Divisors, FloatArray, LossReport, MicroBatch, PolicyName, SampleId, Version
-from flexmarl.training.backends.causal_lm import check_model_files, load_model
+from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.ranks import ALONE, Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.backends.state import Base, Tensors, TrainerState, bind, empty_like, facts_of
+from flexmarl.training.backends.state import Base, Skeleton, Tensors, TrainerState, bind, empty_like, facts_of
 from flexmarl.training.group import SetAside
 from flexmarl.training.interface import Appraised, UpdateReport
 from flexmarl.training.settings import TrainingSettings
@@ -98,7 +97,7 @@ class RankHost:
         self._aside: SetAside | None = None
         """The state of which the policy that it holds was resumed."""
         self._base: Base | None = None
-        self._skeletons: dict[str | Path, PreTrainedModel] = {}
+        self._skeletons: dict[str | Path, Skeleton] = {}
         """Models without memory, by their source."""
 
     async def resume(self, policy: PolicyName, aside: SetAside | None, world: int = 1, *, keep: bool = False) -> None:
@@ -261,10 +260,9 @@ class RankHost:
             self._base.to(self._device)
         return self._base.model()
 
-    def _skeleton(self, trained: Trained) -> PreTrainedModel:
-        """A model without memory. Its files are read once."""
+    def _skeleton(self, trained: Trained) -> Skeleton:
         if trained.source not in self._skeletons:
-            self._skeletons[trained.source] = check_model_files(trained.source)
+            self._skeletons[trained.source] = Skeleton(trained.source)
         return self._skeletons[trained.source]
 
     def _brought_back(
@@ -273,7 +271,7 @@ class RankHost:
         trained = self._policies[policy]
         if trained.base is None:
             self._base = None
-            model = bind(deepcopy(self._skeleton(trained)), here["weights"], here.get("buffers", {}))
+            model = bind(self._skeleton(trained).model(), here["weights"], here.get("buffers", {}))
         else:
             model = self._first_model(policy, ranks)
         trainer = self._make(policy, model, ranks)

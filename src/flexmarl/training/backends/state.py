@@ -13,6 +13,7 @@ Names are those of the parameters, so a state belongs to no device and no proces
 which ranks have parts is laid out whole.
 """
 
+import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,7 +26,14 @@ from transformers import PreTrainedModel
 
 from flexmarl.cluster.torch_device import host_memory, place
 from flexmarl.objects.tensors import TensorFacts, plan, separate
-from flexmarl.training.backends.causal_lm import DTYPES, Updater, load_model, unique_tensors, use_onednn
+from flexmarl.training.backends.causal_lm import (
+    DTYPES,
+    Updater,
+    check_model_files,
+    load_model,
+    unique_tensors,
+    use_onednn,
+)
 from flexmarl.training.backends.gradients import GradientCache, OpenSums
 from flexmarl.training.backends.network import Network
 from flexmarl.training.backends.ranks import part_of
@@ -158,11 +166,27 @@ def bind(model: PreTrainedModel, weights: Mapping[str, Tensor], buffers: Mapping
     return model
 
 
+class Skeleton:
+    """A model without memory, which models are made of. Its files are read once."""
+
+    def __init__(self, source: str | Path) -> None:
+        """`source` is a Hugging Face folder or name."""
+        self._model = check_model_files(source)
+        try:
+            self._pickled = pickle.dumps(self._model)  # It is read in a seventh of the time of a deep copy.
+        except (pickle.PicklingError, AttributeError, TypeError):  # It has functions that are defined inside others.
+            self._pickled = None
+
+    def model(self) -> PreTrainedModel:
+        """A new one."""
+        return deepcopy(self._model) if self._pickled is None else pickle.loads(self._pickled)
+
+
 class Base:
     """Weights on a device that adapters of several policies are trained on. Nothing writes to them."""
 
-    def __init__(self, source: str | Path, dtype: Dtype, device: str, skeleton: PreTrainedModel) -> None:
-        """Loads them. `skeleton` is the model without memory (`check_model_files`)."""
+    def __init__(self, source: str | Path, dtype: Dtype, device: str, skeleton: Skeleton) -> None:
+        """Loads them. `skeleton` is of the same source."""
         self.name = (str(source), dtype)
         model = load_model(source)
         place(model, device, DTYPES[dtype])
@@ -176,4 +200,4 @@ class Base:
 
     def model(self) -> PreTrainedModel:
         """A model that computes with these weights, for an adapter to be put on. It has no memory of its own."""
-        return bind(deepcopy(self._skeleton), self.weights, self._buffers)
+        return bind(self._skeleton.model(), self.weights, self._buffers)
