@@ -3,7 +3,7 @@
     python -m examples.real_team.warm_start [base_model [warm_model]]
 
 Nothing is done if the folder `warm_model` is there. The same kind of machine gives the same model for one number of
-threads.
+threads. It trains in bfloat16 where the CPU multiplies that, else in float32; the saved weights are bfloat16.
 """
 
 import random
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from examples.real_team.demonstrations import Message, demonstration
 from examples.real_team.model import BASE_MODEL, save
+from flexmarl.cluster.torch_device import cpu_multiplies_bfloat16
 from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.supervised import Demonstration, num_updates, train_supervised
 from flexmarl.training.settings import AdamWSettings, ScheduleSettings, SupervisedSettings
@@ -34,7 +35,8 @@ def main(base: Path = BASE_MODEL, folder: Path = WARM_MODEL) -> None:
     if (folder / "config.json").is_file():
         print(f"{folder} is there")
         return
-    tokenizer, model, rng = AutoTokenizer.from_pretrained(base), load_model(base, "bfloat16"), random.Random(SEED)
+    dtype = "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+    tokenizer, model, rng = AutoTokenizer.from_pretrained(base), load_model(base, dtype), random.Random(SEED)
     rows = [encode(tokenizer, demonstration(rng)) for _ in range(DEMONSTRATIONS)]
     updates = num_updates(rows, SupervisedSettings(batch=BATCH))
     settings = SupervisedSettings(
@@ -49,7 +51,7 @@ def main(base: Path = BASE_MODEL, folder: Path = WARM_MODEL) -> None:
             print(f"warm start {update}/{updates}: loss {loss:.3f}", flush=True)
 
     train_supervised(model, rows, settings, seed=SEED, progress=progress)
-    save(tokenizer, model, folder)
+    save(tokenizer, model.bfloat16(), folder)
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> Demonstration:

@@ -28,6 +28,11 @@ def place(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> N
         parameter.data = parameter.data.to(dtype)
 
 
+def cpu_multiplies_bfloat16() -> bool:
+    """False if this CPU has no instructions that oneDNN could use for bfloat16: it is far slower than float32 then."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def choose_kernels(device: torch.device) -> None:
     """For CUDA, makes the process choose kernels whose results do not depend on the shapes of a batch."""
     if device.type != "cuda":

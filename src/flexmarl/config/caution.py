@@ -3,17 +3,23 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flexmarl.agents.black_box import Command
 from flexmarl.agents.settings import SamplingSettings
 from flexmarl.config.run_settings import RunSettings
+from flexmarl.imports import Lazy
 from flexmarl.inference.settings import is_timed
 from flexmarl.orchestrator.settings import Mode, PipelineSettings
 from flexmarl.sandbox.settings import SandboxSettings
 from flexmarl.tools import Syntax, Tool, ToolCall
 from flexmarl.tools.arguments import example_of, only_argument_of
 from flexmarl.tools.interface import each_tool
+
+if TYPE_CHECKING:
+    from flexmarl.cluster import torch_device
+else:
+    torch_device = Lazy("flexmarl.cluster.torch_device")  # It imports torch, which takes seconds.
 
 _CONTINUOUS = (Mode.ASYNC, Mode.FIFO, Mode.GREEDY)
 READ_IN: Mapping[str, tuple[Mode, ...]] = {
@@ -52,6 +58,7 @@ def cautions(settings: RunSettings) -> list[Caution]:
     """Returns all cautions of a valid config, from those of engines to that of the agent that is run."""
     return [
         *_of_timed_engines(settings),
+        *_of_types(settings),
         *_of_rates(settings),
         *_of_older_versions(settings),
         *_of_pipeline(settings),
@@ -71,6 +78,24 @@ def _of_timed_engines(settings: RunSettings) -> Iterator[Caution]:
             f"engine.type of {', '.join(timed)} is 'timed': trained on the replies of `simulation.replies`, which are "
             f"no samples of the weights, so that updates and publications take real time and mean nothing",
             "use it to try out times, sizes and settings, and type: embedded to learn",
+        )
+
+
+def _of_types(settings: RunSettings) -> Iterator[Caution]:
+    """Finds bfloat16 on a CPU that has no instructions for it."""
+    keys = [
+        f"policies.{name}.{key}.dtype"
+        for name, policy in settings.policies.items()
+        for key, of in (("engine", policy.engine), ("training", policy.training))
+        if getattr(of, "dtype", None) == "bfloat16"
+    ]
+    if not keys or settings.cluster.device != "cpu" or settings.cluster.backend == "simulated":
+        return
+    if not torch_device.cpu_multiplies_bfloat16():
+        yield Caution(
+            keys[0],
+            "bfloat16, for which this CPU has no instructions: it is many times slower than float32",
+            f"use {' '.join(f'{key}=float32' for key in keys)}",
         )
 
 

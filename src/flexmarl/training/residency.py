@@ -3,7 +3,7 @@
   sessions   expect ──► hold ............ train, train ──► expect (open step) or leave (published)
   residency        └─ resume ──► wakes ─┘                      └─ suspend, for another one's resume
 
-consumes       calls of sessions: `hold`, `expect`, `leave`; and the durations of their micro-batches
+consumes       calls of sessions: `hold`, `expect`, `close`, `leave`; and the durations of their micro-batches
 waits for      process groups that resume and suspend
 produces       a policy on its devices, whose session is woken; a `Swapped` for each swap
 unblocked by   a session that needs nothing more, or leaves; a swap that has ended
@@ -136,6 +136,14 @@ class Residency:
         if news:
             self._rest(standing)
 
+    def close(self, policy: PolicyName) -> None:
+        """States that the policy's step takes no more rows. With ready ones it keeps its devices until it leaves.
+
+        Of policies that ask at the same time, those on devices so train there first.
+        """
+        if standing := self._standings.get(policy):
+            standing.due = standing.ready > 0 and standing.need is Need.NOTHING
+
     def trained(self, policy: PolicyName, num_samples: int, duration_s: float) -> None:
         """Records the duration of a micro-batch of the policy."""
         if num_samples and (standing := self._standings.get(policy)):
@@ -150,7 +158,7 @@ class Residency:
         """Ends the policy's step: it needs no devices."""
         self._check()
         if standing := self._standings.get(policy):
-            standing.ready, standing.done = 0, True
+            standing.ready, standing.due, standing.done = 0, False, True
             self._in_session.discard(policy)
             self._rest(standing)
 

@@ -122,6 +122,7 @@ class TrainingSession:
     def close_step(self) -> None:
         """Ends the collection: no more rows become READY in this step, so the last micro-batch may be smaller."""
         self._closed = True
+        self._residency.close(self._policy)
         self._wake.set()
 
     async def accumulate(self) -> None:

@@ -56,6 +56,8 @@ class Standing:
     ready: int = 0
     """Rows that its trainer could have now, or that wait for a full micro-batch."""
     micro_batch: int = 1
+    due: bool = False
+    """True if its step takes no more rows and some are ready: it is about to need devices."""
     done: bool = False
     """True when its step is over: it needs no devices before rows of the next step are ready."""
     resume_s: float = 0.0
@@ -92,7 +94,7 @@ def next_swap(standings: Sequence[Standing], free: int, settings: ProcessGroupSe
     `free`: places for one policy each that no policy holds. `now`: seconds, on the clock of `Standing.since`.
     """
     waiting = [s for s in standings if s.where is Where.AWAY and s.need is Need.WAITING]
-    idle = [s for s in standings if s.where is Where.HERE and s.need is Need.NOTHING]
+    idle = [s for s in standings if s.where is Where.HERE and s.need is Need.NOTHING and not s.due]
     going = sum(s.where is Where.GOING for s in standings)
     if waiting and free:
         return _resume_next(waiting, now)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from flexmarl.agents.settings import TeamSettings
+from flexmarl.cluster import torch_device
 from flexmarl.config import cautions, load_run
 from flexmarl.tools import ToolCall, tool
 from flexmarl.tools.arguments import fitted
@@ -107,6 +108,19 @@ def test_what_opencode_lacks_in_its_box_is_said_by_name(config):
     assert keys_of(config, *command("[other-agent, '{prompt}']")) == []
 
 
-def test_the_example_of_opencode_sets_all_that_opencode_needs():
+def test_the_example_of_opencode_sets_all_that_opencode_needs(monkeypatch):
+    monkeypatch.setattr(torch_device, "cpu_multiplies_bfloat16", lambda: True)
     example = load_run(Path(__file__).parents[3] / "examples/black_box/opencode.yaml")
     assert cautions(example) == []
+
+
+def test_bfloat16_has_a_price_on_a_cpu_without_instructions_for_it(config, monkeypatch):
+    types = [f"policies.one.{key}.dtype=bfloat16" for key in ("engine", "training")]
+    monkeypatch.setattr(torch_device, "cpu_multiplies_bfloat16", lambda: True)
+    assert keys_of(config, *types) == []
+    monkeypatch.setattr(torch_device, "cpu_multiplies_bfloat16", lambda: False)
+    assert keys_of(config) == keys_of(config, *types, "cluster.device=cuda") == []
+    (caution,) = cautions(load_run(config, types))
+    assert caution.key == "policies.one.engine.dtype"
+    instead = caution.instead.removeprefix("use ").split()
+    assert keys_of(config, *types, *instead) == []

@@ -295,6 +295,41 @@ def test_a_policy_that_always_has_work_gives_way_to_one_that_has_waited_long_eno
     run_virtual(scenario())
 
 
+def test_when_the_step_closes_policies_on_devices_train_there_first() -> None:
+    async def scenario() -> None:
+        stage = Stage(["critic", "planner", "solver", "verifier"], at_once=2, prefetch=False)
+        async with stage.residency.open():
+            await stage.step(at_once(0, *(rows_of(name, 1) for name in stage.policies)), closes=60.0)
+            for seed in (1, 2):
+                here = [p for p in stage.policies if p in stage.holders]
+                stage.swaps.clear()
+                await stage.step(at_once(0, *(rows_of(name, 3, seed) for name in stage.policies)), closes=60.0)
+                assert not {s.policy for s in stage.swaps[:2]} - set(here), "they leave when they have trained"
+                assert len(stage.swaps) == 4, "two leave, and two come"
+
+    run_virtual(scenario())
+
+
+def test_a_policy_whose_last_rows_were_dropped_keeps_nobody_from_its_devices() -> None:
+    async def scenario() -> None:
+        stage = Stage(["solver", "verifier"], at_once=1)
+        rows = {name: rows_of(name, 2) for name in ("solver", "verifier")}
+        async with stage.residency.open(), asyncio.TaskGroup() as tasks:
+            for policy in stage.policies:
+                tasks.create_task(stage._train(policy, rows[policy] if policy == "verifier" else []))
+            await stage.ready(rows["solver"])
+            await asyncio.sleep(10)
+            assert stage.holders == ["solver"]
+            await stage.ready(rows["verifier"])
+            dropped = [s.turn.sample_id for s in rows["solver"]]
+            await stage.store.settle(dropped, Outcome(state=RowState.FILTERED, reason="dropped"))
+            for session in stage.sessions.values():
+                session.close_step()
+        assert stage.sessions[PolicyName("verifier")].version == 1
+
+    run_virtual(scenario())
+
+
 def test_most_ready_work_per_second_comes_first() -> None:
     async def scenario() -> None:
         stage = Stage(["critic", "solver", "verifier"], at_once=1, prefetch=False)

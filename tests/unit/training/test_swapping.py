@@ -59,6 +59,12 @@ def test_a_policy_that_holds_is_never_set_aside() -> None:
     assert decided(waiting("solver", 500), policy("verifier", Where.HERE, Need.HOLDING)) is None
 
 
+def test_a_policy_whose_rows_are_due_is_not_set_aside() -> None:
+    due, other = policy("due", Where.HERE, ready=9, due=True), policy("other", Where.HERE, ready=9, suspend_s=9.0)
+    assert decided(waiting("solver", 16), due) is None
+    assert decided(waiting("solver", 16), due, other) == ("other", Direction.SUSPEND)
+
+
 def test_a_prefetch_never_takes_devices_from_a_policy_with_rows_on_the_way() -> None:
     settings = ProcessGroupSettings()
     coming = policy("coming", ready=15)
