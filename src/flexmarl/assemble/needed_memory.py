@@ -151,12 +151,13 @@ def parts(
     inline = settings.cluster.backend == "inline"
     of_run = [_libraries(settings)] if settings.cluster.device == "cpu" else []
     others = {name for names in settings.trained_together for name in names[1:]}
+    kept = settings.process_groups.copies if settings.shared_places and settings.keeps_updated else 0
     passes: list[Part] = []
     for name, policy in settings.policies.items():
         if settings.together(name)[0] == name:  # Its instances are those of all that it serves with.
             of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
-            of_run += _of_trainer(policy, sizes[name], shares_base=name in others)
+            of_run += _of_trainer(policy, sizes[name], shares_base=name in others, kept=kept)
             tensors = pass_of(policy.training, sizes[name], settings.cluster.device)
             holes = _HEAP if settings.cluster.device == "cpu" else 1.0
             if name not in others:  # They are trained with another one, in its passes.
@@ -217,19 +218,25 @@ def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *,
     yield Part("keys and values", count * held, bound, count * most if most > held else 0.0)
 
 
-def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool) -> Iterator[Part]:
+def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool, kept: int) -> Iterator[Part]:
+    """`kept`: the number of blocks that have its state as it was updated last, while it trains on."""
     training = policy.training
     number, precise = BYTES[training.dtype], max(4, BYTES[training.dtype])
-    own = (0 if shares_base else size.parameters) + (size.trained if size.has_adapter else 0)
+    adapter = size.trained if size.has_adapter else 0
+    own = (0 if shares_base else size.parameters) + adapter
     masters = precise * size.trained if training.dtype == "bfloat16" else 0
     small = "training.lora" if not size.has_adapter else "training.lora.rank"
     yield Part("trainers' weights", own * number + masters, "training.dtype")
     yield Part("optimiser", 2 * precise * size.trained, small)
     yield Part("gradients", 2 * precise * size.trained, small)
-    if training.kl is not None and not size.has_adapter:
-        yield Part("reference", size.parameters * number, "training.lora")
-    published = size.trained if training.publish == "adapter" else size.parameters
-    yield Part("published version", published * number, "training.lora" if not size.has_adapter else "training.publish")
+    reference = size.parameters * number if training.kl is not None and not size.has_adapter else 0
+    yield Part("reference", reference, "training.lora")
+    published = number * (size.trained if training.publish == "adapter" else size.parameters)
+    yield Part("published version", published, "training.lora" if not size.has_adapter else "training.publish")
+    state = (masters or adapter * number) + 2 * precise * size.trained + reference
+    copied = state + published if kept == 2 else 0
+    which = "copies" if kept == 2 else "keep_updated"
+    yield Part("kept states", state * min(kept, 1) + copied, f"process_groups.{which}")
 
 
 def pass_of(training: TrainingSettings, size: ModelSize, device: str = "cpu") -> Part:

@@ -101,15 +101,17 @@ def test_weights_gradients_and_moments_are_those_that_a_trainer_holds(training: 
     )
     samples = [sample_of(request, sampled())]
 
-    async def update() -> tuple[int, int]:
+    async def update() -> tuple[int, int, int]:
         await trainer.accumulate_batch(MicroBatch(micro_batch_id="mb", policy=SOLVER, samples=tuple(samples)))
         sums = sum(tensor.nbytes for tensor in trainer._cache.tensors)
         await trainer.step(divisors_of(samples))
         await trainer.publish(Version(1))
         tree = await trainer._objects.get(next(iter(trainer._objects._objects)))
-        return sums, sum(tensor.nbytes for tensor in tree.values())
+        state = (await trainer.state()).tensors
+        kept = sum(tensor.nbytes for kind in state.keys() - {"weights", "buffers"} for tensor in state[kind].values())
+        return sums, sum(tensor.nbytes for tensor in tree.values()), kept
 
-    sums, published = asyncio.run(update())
+    sums, published, kept = asyncio.run(update())
     held = {id(p): p.nbytes for p in trainer._network.model.parameters()}
     held |= {id(master): master.nbytes for master in trainer._updater.masters.values()}
     moments = [state[name] for state in trainer._updater.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -117,6 +119,17 @@ def test_weights_gradients_and_moments_are_those_that_a_trainer_holds(training: 
     assert found["gradients"] == 2 * sums
     assert found["optimiser"] == sum(moment.nbytes for moment in moments)
     assert found["published version"] == pytest.approx(published, rel=0.02), "an adapter names its base too"
+    assert "kept states" not in found
+    for groups, expected in (
+        ({"keep_updated": True}, kept),
+        ({"keep_updated": True, "copies": 2}, 2 * kept + published),
+    ):
+        ray = run_of(policy).model_dump() | {
+            "cluster": {"backend": "ray", "address": "here:1"},
+            "process_groups": groups,
+        }
+        on_places = parts(RunSettings.model_validate(ray), {"solver": counted(policy)})
+        assert by_name(on_places)["kept states"] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("training", FORMS)
