@@ -17,6 +17,7 @@ another instance sampled are fed one by one, as they were sampled: in the prompt
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,12 +27,13 @@ from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.embedded.kv_cache import (
     ATTENTION,
     FIRST,
+    PAD,
+    SCRATCH,
     BlockCache,
     Joiner,
     cached_numbers,
 )
-from flexmarl.inference.backends.embedded.sampler import Decode, StopWatch, sample, uniforms
-from flexmarl.inference.backends.embedded.slots import SampledTokens, SlotRows, Work
+from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
 from flexmarl.inference.backends.embedded.weights import AdaptedWeights, GivenUp, swap_weights, without_ties
 from flexmarl.inference.interface import FIRST_VERSION
 from flexmarl.inference.kv_ledger import Grant, Kept, KeptPrefixes, KvLedger
@@ -57,6 +59,122 @@ differently, so with 5 slots a request's last bits would depend on whether it ha
 
 
 GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Tokens of a request, one entry per token."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray
+
+    @classmethod
+    def none(cls) -> "_Sampled":
+        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32))
+
+
+@dataclass(slots=True)
+class _Work:
+    """A request, from `add` to its Generation."""
+
+    request: GenerationRequest
+    age: int
+    """Requests are numbered as they arrive; the youngest has the highest number."""
+    sampled: _Sampled
+    """Tokens from before it was preempted."""
+    blocks: list[int]
+    """Blocks that it holds; none while it waits."""
+    versions: list[VersionRun]
+    """Empty until its first row."""
+    reused: int = 0
+    postponed: bool = False
+    """It has waited a step for another request that computes its prompt."""
+    known: Sequence[int] = ()
+    """Tokens that it begins with, whatever is drawn; they are no part of its Generation."""
+    streamed: int = 0
+    """Tokens that were sampled and streamed, the known ones included; 0 before the first."""
+
+    @classmethod
+    def new(cls, request: GenerationRequest, age: int, *, one_by_one: bool) -> "_Work":
+        """A request that has just come. With `one_by_one`, its `offset` tokens are not a part of its prompt."""
+        if not one_by_one or not request.offset:
+            return cls(request, age, _Sampled.none(), [], [])
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens + request.offset)
+        prompt, known = request.prompt_ids[: -request.offset], request.prompt_ids[-request.offset :].tolist()
+        whole = replace(request, prompt_ids=prompt, offset=0, sampling=sampling)
+        return cls(whole, age, _Sampled.none(), [], [], known=known)
+
+    @property
+    def tokens(self) -> IntArray:
+        """The prompt and what was sampled before."""
+        if not len(self.sampled.ids):
+            return self.request.prompt_ids
+        return np.concatenate([self.request.prompt_ids, self.sampled.ids])
+
+    def mark(self, count: int, version: Version) -> None:
+        """Begins a version run at token `count`."""
+        self.versions = [*(past for past in self.versions if past.start < count), VersionRun(count, version)]
+
+
+class _Rows:
+    """The state of every row that a step needs, one array for each fact."""
+
+    def __init__(self, slots: int, max_len: int, max_blocks: int) -> None:
+        self.length = np.zeros(slots, np.int64)
+        """Positions whose keys and values are in the cache; the last sampled token is not among them."""
+        self.last = np.zeros(slots, np.int64)
+        self.count = np.zeros(slots, np.int64)
+        """Number of tokens sampled here."""
+        self.offset = np.zeros(slots, np.int64)
+        """Number of response tokens that another instance sampled before; the prompt ends with them."""
+        self.limit = np.zeros(slots, np.int64)
+        self.room = np.zeros(slots, np.int64)
+        """Positions for which the row has blocks."""
+        self.seed = np.zeros(slots, np.uint64)
+        self.temperature = np.ones(slots, np.float32)
+        self.top_k = np.zeros(slots, np.int64)
+        self.top_p = np.ones(slots, np.float32)
+        self.min_p = np.zeros(slots, np.float32)
+        self.ids = np.zeros((slots, max_len), np.int32)
+        self.logprobs = np.zeros((slots, max_len), np.float32)
+        self.raw_logprobs = np.zeros((slots, max_len), np.float32)
+        self._small = [column for column in vars(self).values() if column.ndim == 1]
+        self._wide = [self.ids, self.logprobs, self.raw_logprobs]
+        self.table = np.zeros((slots, max_blocks), np.int64)
+        """Blocks by position, then PAD."""
+        self.table[:, 0] = SCRATCH
+
+    def hold(self, row: int, blocks: Sequence[int], size: int) -> None:
+        """The row has these blocks of `size` tokens."""
+        self.table[row, : len(blocks)] = blocks
+        self.room[row] = len(blocks) * size
+
+    def put(self, row: int, sampled: _Sampled) -> None:
+        """The row begins with these tokens."""
+        self.count[row] = count = len(sampled.ids)
+        for column, values in zip(self._wide, (sampled.ids, sampled.logprobs, sampled.raw_logprobs), strict=True):
+            column[row, :count] = values
+
+    def sampled(self, row: int, after: int = 0) -> _Sampled:
+        """A copy of the row's tokens behind the first `after`."""
+        return _Sampled(*(column[row, after : self.count[row]].copy() for column in self._wide))
+
+    def vacate(self, row: int) -> None:
+        """The row has no request any more."""
+        self.table[row] = PAD
+        self.table[row, 0] = SCRATCH
+
+    def move(self, source: int, target: int) -> None:
+        for column in self._small:
+            column[target] = column[source]
+        count = self.count[source]
+        for column in self._wide:
+            column[target, :count] = column[source, :count]
+        self.table[target] = self.table[source]
+
+    def sampling(self, rows: slice | IntArray) -> SamplingRows:
+        return SamplingRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 class EngineCore:
@@ -98,12 +216,12 @@ class EngineCore:
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
         self._stops = StopWatch(self._vocabulary, decode)
-        self._rows = SlotRows(num_rows, settings.max_len, self._ledger.blocks_for(settings.max_len))
+        self._rows = _Rows(num_rows, settings.max_len, self._ledger.blocks_for(settings.max_len))
         self._sharing = settings.prefix_reuse and not deterministic
         self._prompts: dict[bytes, Kept] = {}
         """Prompts of running requests, computed with the present weights, and the blocks of the last that has each."""
-        self._running: list[Work] = []
-        self._waiting: deque[Work] = deque()
+        self._running: list[_Work] = []
+        self._waiting: deque[_Work] = deque()
         self._added = self._preempted = 0
         self._plain = True
         self._generated = 0
@@ -179,7 +297,7 @@ class EngineCore:
         if problem:
             return unserved(request, self.version, FinishReason.ERROR, problem)
         self._stops.watch(request.sampling)
-        self._waiting.append(Work.new(request, self._added, one_by_one=self._deterministic))
+        self._waiting.append(_Work.new(request, self._added, one_by_one=self._deterministic))
         self._added += 1
         return None
 
@@ -374,7 +492,7 @@ class EngineCore:
         """Gives rows to the requests that have waited longest, within slots, blocks and the prefill budget."""
         joiners: list[Joiner] = []
         copies: list[tuple[int, int]] = []
-        computed, later = dict[bytes, Kept](), list[Work]()
+        computed, later = dict[bytes, Kept](), list[_Work]()
         width = 0
         while self._waiting and len(self._running) < self._settings.slots:
             work = self._waiting[0]
@@ -409,13 +527,13 @@ class EngineCore:
             self._plain = self._rows.sampling(slice(0, len(self._running))).plain
         return joiners
 
-    def _stop_sharing(self, work: Work) -> None:
+    def _stop_sharing(self, work: _Work) -> None:
         """The blocks of a request that leaves are no longer found by its prompt."""
         prompt = work.tokens.tobytes()
         if (held := self._prompts.get(prompt)) is not None and held.blocks is work.blocks:
             del self._prompts[prompt]
 
-    def _seat(self, work: Work, grant: Grant) -> None:
+    def _seat(self, work: _Work, grant: Grant) -> None:
         rows, request, row = self._rows, work.request, len(self._running)
         sampling = request.sampling
         rows.length[row] = len(request.prompt_ids) + len(work.sampled.ids)
@@ -468,7 +586,7 @@ class EngineCore:
         conversation, keeps = work.request.conversation, len(work.versions) == 1 and not self.asleep
         if finish is FinishReason.ERROR:
             self._cache.clear(self._ledger.release(work.blocks))
-            sampled = SampledTokens(sampled.ids[:-1], sampled.logprobs[:-1], sampled.raw_logprobs[:-1])
+            sampled = _Sampled(sampled.ids[:-1], sampled.logprobs[:-1], sampled.raw_logprobs[:-1])
         elif conversation is not None and keeps:
             held = np.concatenate([work.request.prompt_ids, sampled.ids[:-1]])
             self._ledger.keep(conversation, held, work.blocks)
@@ -477,7 +595,7 @@ class EngineCore:
         return self._generation(work, sampled, finish, error)
 
     def _generation(
-        self, work: Work, sampled: SampledTokens, finish: FinishReason, error: str = "", *, after: int | None = None
+        self, work: _Work, sampled: _Sampled, finish: FinishReason, error: str = "", *, after: int | None = None
     ) -> Generation:
         """The answer of all sampled tokens; or a part of it, of the tokens `sampled` behind its first `after`."""
         known = len(work.known) if after is None else after
