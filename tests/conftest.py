@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, one process for Ray, one limit of time, and one small run per process."""
+"""What all tests share: one torch thread, one limit of time, and one small run per process."""
 
 import faulthandler
 import os
@@ -52,11 +52,10 @@ def no_endless_test() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start a Ray run one after the other: two of them starve on two cores."""
-    for item in items:
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses a pytest that gives a test no name which xdist could change: groups are then forgotten without a word."""
+    if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
+        raise pytest.UsageError(f"pytest-xdist has no groups under pytest {pytest.__version__}: use pytest<9.2")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from examples.real_team.model import END, WHEEL, main  # noqa: E402
 from examples.real_team.warm_start import encode  # noqa: E402
 from flexmarl.agents.chat import ChatRenderer, Message  # noqa: E402
 from flexmarl.cli import app  # noqa: E402
+from flexmarl.cluster.torch_device import cpu_multiplies_bfloat16  # noqa: E402
 
 # Not by importing: the wheel's own module needs packages that are not installed, and only its file is read.
 pytestmark = [
@@ -80,6 +81,9 @@ def test_demonstrations_are_tokenised_as_the_run_renders_them(folder: Path) -> N
 def test_the_configs_play_and_train_it(folder: Path, tmp_path: Path, config: str) -> None:
     models = [f"policies.{policy}.model={folder}" for policy in ("solver", "checker")]
     small = ["steps=1", "batch={groups: 1, episodes: 2}", "evaluate.tasks=1", f"out={tmp_path}"]
+    if not cpu_multiplies_bfloat16():  # They would take minutes.
+        keys = [f"policies.{policy}.{part}" for policy in ("solver", "checker") for part in ("engine", "training")]
+        small += [f"{key}.dtype=float32" for key in keys]
     result = CliRunner().invoke(app, ["train", str(ROOT / "examples/real_team" / config), *models, *small])
     assert result.exit_code == 0, result.output
     (run,) = tmp_path.glob("real_team*")
