@@ -32,7 +32,7 @@ WANTED = {
     "group": 3.0,
     "bushy": 3.0,
     "wide": 1.5,
-    "bound_share_min": 0.8,
+    "bound_share_min": 0.85,
     "worst": 0.95,
 }
 LEAST_S = 1.0
