@@ -58,6 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"pytest-xdist has no groups under pytest {pytest.__version__}: use pytest<9.2")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file that start a Ray run in one process: others would start its nodes once more."""
+    for item in items:
+        if item.get_closest_marker("ray") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a small run, in a folder with all that it needs; nobody writes there."""
