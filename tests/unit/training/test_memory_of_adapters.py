@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import PolicyName, Sample
 from flexmarl.training.aggregation import divisors_of
+from flexmarl.training.backends import state
 from flexmarl.training.backends.base_host import BaseHost
 from flexmarl.training.backends.causal_lm import check_model_files
 from flexmarl.training.backends.joint import JointPasses
@@ -111,3 +113,18 @@ def test_the_measure_sees_a_base_that_was_copied(source: Path, make_samples: Cal
     held, of_base, of_adapters = resident(CopyingBase, source, make_samples)
     assert held >= 5 * of_base + of_adapters
     assert held > 1.1 * (of_base + of_adapters)
+
+
+@pytest.mark.parametrize("pickles", [True, False])
+def test_each_model_of_a_skeleton_is_its_own(source: Path, monkeypatch: pytest.MonkeyPatch, pickles: bool) -> None:
+    first = check_model_files(source)
+    if not pickles:
+        first.forward = lambda *args, **options: None
+    monkeypatch.setattr(state, "check_model_files", lambda _: first)
+    skeleton = Skeleton(source)
+    one, other = skeleton.model(), skeleton.model()
+    assert len({id(first), id(one), id(other)}) == 3
+    assert not {id(p) for p in one.parameters()} & {id(p) for p in other.parameters()}
+    head: Any = one.get_output_embeddings()
+    assert one.get_input_embeddings().weight is head.weight, "ties are kept"
+    assert all(parameter.is_meta for parameter in one.parameters())
