@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,17 +53,20 @@ def no_endless_test() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+BEGIN_UNTIL = float(os.environ.get("FLEXMARL_TESTS_BEGIN_UNTIL", "inf"))
+"""Seconds since 1970 after which no test begins; those that are left are skipped, and say so."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > BEGIN_UNTIL:
+        pytest.skip("no time is left for it: see FLEXMARL_TESTS_BEGIN_UNTIL")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses a pytest that gives a test no name which xdist could change: groups are then forgotten without a word."""
     if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
         raise pytest.UsageError(f"pytest-xdist has no groups under pytest {pytest.__version__}: use pytest<9.2")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file that start a Ray run in one process: others would start its nodes once more."""
-    for item in items:
-        if item.get_closest_marker("ray") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")

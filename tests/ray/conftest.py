@@ -1,7 +1,7 @@
 """What tests of a real Ray share."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,22 @@ JOINING = {"somebodys_ray", "shared_nodes", "nodes"}
 """Fixtures of tests that join a Ray."""
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts those tests first that join a Ray: a process that had a private one cannot."""
-    items.sort(key=lambda item: not JOINING & {*getattr(item, "fixturenames", ())})
+def joins(item: pytest.Item) -> bool:
+    return bool(JOINING & {*getattr(item, "fixturenames", ())})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Puts those tests first, and in one process, that join a Ray: a process that had a private one cannot.
+
+    So nodes are started once, too. Of the others those of one file share a process, and so the run that they compare
+    with.
+    """
+    for item in items:
+        if item.get_closest_marker("ray") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group("nodes" if joins(item) else item.path.stem))
+    yield
+    items.sort(key=lambda item: not joins(item))
 
 
 @pytest.fixture

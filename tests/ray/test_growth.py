@@ -73,6 +73,7 @@ def test_a_policy_grows_on_free_nodes_and_the_bits_stay_the_same(
     assert not run.events(InstanceLost, WorkerLost, GrowthFailed)
 
 
+@pytest.mark.deep
 def test_unlike_engines_move_by_an_end_and_a_start_on_a_full_private_ray(
     still: Left, small_run: Path, tmp_path: Path, short_root: Path, begun: list[Child]
 ) -> None:

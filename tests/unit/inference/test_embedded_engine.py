@@ -115,6 +115,34 @@ def test_leaving_the_iterator_early_aborts_the_rest_and_frees_the_slots():
     in_world(scenario)
 
 
+def test_an_id_may_come_again_as_soon_as_its_caller_has_left_and_gets_an_answer_of_its_own():
+    async def scenario(world):
+        async with world.engine(steps_per_turn=1) as engine:
+            left = engine.generate([request("r", max_tokens=90)])
+            reader = asyncio.ensure_future(anext(left))
+            await generated(engine, 5)
+            reader.cancel()
+            await asyncio.wait([reader])
+            answers = await collect(engine, [request("r", max_tokens=3)])
+            assert (answers["r"].finish, len(answers["r"].response_ids)) == (FinishReason.LENGTH, 3)
+
+    in_world(scenario)
+
+
+def test_who_leaves_with_an_answer_unread_ends_no_later_request_of_that_id():
+    async def scenario(world):
+        async with world.engine(steps_per_turn=1) as engine:
+            left = engine.generate([request("a", max_tokens=1), request("r", max_tokens=1)])
+            await anext(left)
+            await generated(engine, 2)
+            reader = asyncio.create_task(collect(engine, [request("r", max_tokens=20)]))
+            await generated(engine, 7)
+            await left.aclose()
+            assert len((await reader)["r"].response_ids) == 20
+
+    in_world(scenario)
+
+
 def test_weights_change_between_turns_and_running_requests_record_it():
     async def scenario(world):
         async with world.engine(steps_per_turn=1) as engine:

@@ -10,7 +10,8 @@ unblocked by: a request; the pump task exists only while there is work
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,49 @@ from flexmarl.records import (
 _Answers = asyncio.Queue[Generation | GenerationProgress | EngineError]
 _Arrival = GenerationRequest | tuple[str, ...]
 """A request, or the ids of requests to abort."""
+
+
+class _Callers:
+    """Callers that wait for answers, by the id of their request.
+
+    An id may come again as soon as its caller has left, before the core has ended the first request of that id: the
+    core takes requests and aborts in their order, so what it answers under an id first belongs to the first.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, _Answers] = {}
+        self._left: Counter[str] = Counter()
+        """Number of requests by id that the core still ends, and whose callers have left."""
+
+    def join(self, request_id: str, answers: _Answers) -> None:
+        self.waiting[request_id] = answers
+
+    def leave(self, request_ids: Iterable[str], answers: _Answers) -> list[str]:
+        """Whoever reads `answers` waits for these requests no longer. Returns those that the core has not ended."""
+        open_ids = [request_id for request_id in request_ids if self.waiting.get(request_id) is answers]
+        for request_id in open_ids:
+            del self.waiting[request_id]
+        self._left.update(open_ids)
+        return open_ids
+
+    def answer(self, parts: Iterable[Generation | GenerationProgress]) -> None:
+        """Hands over what the core has answered; a Generation is the last of its request."""
+        for part in parts:
+            request_id, ends = part.request_id, isinstance(part, Generation)
+            if self._left[request_id]:
+                self._left.subtract([request_id] if ends else [])
+                self._left = +self._left
+            elif (answers := self.waiting.get(request_id)) is not None:
+                answers.put_nowait(part)
+                if ends:
+                    del self.waiting[request_id]
+
+    def fail(self, failure: EngineError) -> None:
+        """The core answers nothing any more."""
+        for answers in set(self.waiting.values()):
+            answers.put_nowait(failure)
+        self.waiting.clear()
+        self._left.clear()
 
 
 class EmbeddedEngine:
@@ -78,7 +122,7 @@ class EmbeddedEngine:
         self._architecture, self._other = architecture, other
         self._inbox: list[_Arrival] = []
         """In their order: an abort is not that of a later request with the same id."""
-        self._answers: dict[str, _Answers] = {}
+        self._callers = _Callers()
         self._pump_task: asyncio.Task[None] | None = None
         self._use = core.use()
         self._tokens_per_s = 0.0
@@ -114,7 +158,7 @@ class EmbeddedEngine:
                 refused.append(unserved(request, self._use.version, FinishReason.ERROR, problem))
             else:
                 left.add(request.request_id)
-                self._answers[request.request_id] = answers
+                self._callers.join(request.request_id, answers)
                 self._inbox.append(request)
         try:
             if left:
@@ -130,9 +174,7 @@ class EmbeddedEngine:
                     left.discard(answer.request_id)
                 yield answer
         finally:
-            for request_id in left:
-                self._answers.pop(request_id, None)
-            await self.abort(list(left))
+            await self.abort(self._callers.leave(left, answers))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests before the next pass, at most `steps_per_turn` decode steps away."""
@@ -182,9 +224,9 @@ class EmbeddedEngine:
             )
         tree = await self._store.get(weights_key(policy, version))
         same = self._architecture == parts.architecture != "" and self._settings == settings
-        if self._pump_task is not None and not self._answers:  # Requests whose callers have left are being aborted.
+        if self._pump_task is not None and not self._callers.waiting:  # What its callers have left is being aborted.
             await asyncio.wait([self._pump_task])
-        if self._answers or not core.idle:
+        if self._callers.waiting or not core.idle:
             raise EngineError(f"this engine has requests of '{self._policy}'; they must end first")
         self._policy, self._core = policy, None  # Two models at a time may not fit on the device.
         try:
@@ -256,7 +298,7 @@ class EmbeddedEngine:
     def _problem(self, request: GenerationRequest) -> str:
         if request.policy != self._policy:
             return f"this engine serves policy '{self._policy}', not '{request.policy}'"
-        if request.request_id in self._answers:
+        if request.request_id in self._callers.waiting:
             return f"request id '{request.request_id}' is in use; ids must be unique among running requests"
         return ""
 
@@ -277,27 +319,16 @@ class EmbeddedEngine:
                 inbox, self._inbox = self._inbox, []
                 done, streamed, self._use = await self._thread.run(_pass, core, inbox, self._settings)
                 self._tokens_per_s = (self._use.generated_tokens - before) / max(clock() - began, 1e-9)
-                for progress in streamed:
-                    if (answers := self._answers.get(progress.request_id)) is not None:
-                        answers.put_nowait(progress)
-                self._deliver(done)
+                self._callers.answer([*streamed, *done])
                 left = not core.asleep and (self._use.queued or self._use.running)
                 busy = bool(left or self._inbox)
             if self._closed:
-                self._deliver(await self._thread.run(_drain, core, self._inbox))
+                self._callers.answer(await self._thread.run(_drain, core, self._inbox))
         except Exception as error:
             self._closed = f"the engine of '{self._policy}' failed: {type(error).__name__}: {error}"
             failure = EngineError(self._closed)
             failure.__cause__ = error
-            for answers in set(self._answers.values()):
-                answers.put_nowait(failure)
-            self._answers.clear()
-
-    def _deliver(self, done: Sequence[Generation]) -> None:
-        for generation in done:
-            answers = self._answers.pop(generation.request_id, None)
-            if answers is not None:
-                answers.put_nowait(generation)
+            self._callers.fail(failure)
 
 
 def _pass(
