@@ -1,5 +1,6 @@
 """What tests of a real Ray share."""
 
+import os
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -9,6 +10,9 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from flexmarl.cluster.settings import ClusterSettings
+
+# By default Ray runs its workers at niceness 15: beside other tests they would stand still. Private Rays do the same.
+os.environ |= {"RAY_worker_niceness": "0"}
 
 JOINING = {"somebodys_ray", "shared_nodes", "nodes"}
 """Fixtures of tests that join a Ray."""

@@ -16,10 +16,10 @@ from tests.ray.conftest import Nodes
 
 pytestmark = pytest.mark.ray
 
-STEPS = 5
+STEPS = 3
 OVERRIDES = [
     *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 4, episodes: 4}"),
-    *("evaluate.tasks=0", "checkpoint.every=5"),
+    *("evaluate.tasks=0", f"checkpoint.every={STEPS}"),
     "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 60}}",
     "policies.one={model: model, instances: 2, engine: {type: embedded, slots: 4, max_len: 128}, "
     "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
