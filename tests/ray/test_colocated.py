@@ -187,7 +187,6 @@ def test_asleep_and_set_aside_neither_process_holds_weights(small_run: Path, tmp
     assert suspended - held["rank started"][0] < weights, "of these nothing is left"
 
 
-@pytest.mark.deep
 def test_a_resumed_run_loads_its_trainers_on_the_devices_that_engines_gave_up(
     small_run: Path, tmp_path: Path, in_step: Left
 ) -> None:
@@ -207,7 +206,6 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.deep
 def test_adapters_whose_credit_asks_trainers_in_turn_end_with_the_bits_of_sync(small_run: Path, tmp_path: Path) -> None:
     inline = train(small_run, tmp_path / "inline", *ADAPTERS, "mode=sync")
     run = train(small_run, tmp_path / "ray", *ADAPTERS, *COLOCATED, "process_groups.at_once=1")

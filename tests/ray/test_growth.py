@@ -16,10 +16,10 @@ from tests.ray.conftest import Nodes
 
 pytestmark = pytest.mark.ray
 
-STEPS = 3
+STEPS = 5
 OVERRIDES = [
     *("deterministic=true", "cluster.threads=1", f"steps={STEPS}", "batch={groups: 4, episodes: 4}"),
-    *("evaluate.tasks=0", f"checkpoint.every={STEPS}"),
+    *("evaluate.tasks=0", "checkpoint.every=5"),
     "team.agents.writer={policy: two, system: write, sampling: {max_tokens: 60}}",
     "policies.one={model: model, instances: 2, engine: {type: embedded, slots: 4, max_len: 128}, "
     "training: {micro_batch: 8, optimizer: {learning_rate: 3e-3}}}",
@@ -73,7 +73,6 @@ def test_a_policy_grows_on_free_nodes_and_the_bits_stay_the_same(
     assert not run.events(InstanceLost, WorkerLost, GrowthFailed)
 
 
-@pytest.mark.deep
 def test_unlike_engines_move_by_an_end_and_a_start_on_a_full_private_ray(
     still: Left, small_run: Path, tmp_path: Path, short_root: Path, begun: list[Child]
 ) -> None:

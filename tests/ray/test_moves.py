@@ -53,7 +53,6 @@ def child(small_run: Path, shared_nodes: Nodes, tmp_path: Path, short_root: Path
     child.close()
 
 
-@pytest.mark.deep
 def test_moves_of_real_instances_under_load_lose_and_change_nothing(
     small_run: Path, child: Child, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

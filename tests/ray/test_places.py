@@ -111,7 +111,6 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.deep
 def test_adapters_on_one_base_have_one_process_and_end_with_the_same_bits_when_it_is_killed(
     small_run: Path, tmp_path: Path
 ) -> None:
