@@ -6,6 +6,7 @@ Its titles, its sub-agents (`task`) and its compaction are on. It comes with `ma
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,16 @@ class Asked:
     def system(self) -> str:
         return self.body["messages"][0]["content"]
 
-    def continues(self, earlier: "Asked") -> bool:
-        """True if its history is the earlier one, the reply to that, and what followed.
+    @property
+    def ends_with_a_foreign_reply(self) -> bool:
+        """True at opencode's limit of steps, where it writes a reply of its own at the end: that continues nothing."""
+        return self.body["messages"][-1]["role"] == "assistant"
 
-        At its limit of steps opencode writes a reply of its own at the end: such a history continues nothing.
-        """
+    def follows(self, earlier: "Asked") -> bool:
+        """True if its history is the earlier one, the reply to that, and what followed."""
         before, messages = earlier.body["messages"], self.body["messages"]
         alike = all(self.body.get(name) == earlier.body.get(name) for name in ("model", "tools"))
-        then = [one["role"] for one in messages[len(before) :]]
-        whole = alike and messages[: len(before)] == before
-        return whole and then[:1] == ["assistant"] and then[-1] != "assistant"
+        return alike and messages[: len(before)] == before and messages[len(before)]["role"] == "assistant"
 
 
 class Listener:
@@ -159,21 +160,40 @@ def honest_continuations_have_their_parent(rows: Sequence[tuple[Asked, StoredTur
     """Compares parents with what the requests say themselves; returns how many of them continue another one."""
     found = 0
     for place, (asked, row) in enumerate(rows):
-        earlier = [(one, before) for one, before in rows[:place] if asked.continues(one)]
-        if earlier:
+        before = turn_before(asked, rows[:place])
+        if before is not None and not asked.ends_with_a_foreign_reply:
             found += 1
-            _, before = max(earlier, key=lambda pair: len(pair[0].body["messages"]))
             assert row.parent == str(before.sample_id), asked.body["messages"][-1]
             begun = [*before.prompt_ids, *before.response_ids]
             assert row.prompt_ids[: len(begun)] == begun
     return found
 
 
-def account_is_exact(got: Played) -> None:
-    account = got.account
+def turn_before(asked: Asked, rows: Sequence[tuple[Asked, StoredTurn]]) -> StoredTurn | None:
+    """The latest turn whose reply the request holds, with all that came before that."""
+    earlier = [(one, turn) for one, turn in rows if len(one.body["messages"]) < len(asked.body["messages"])]
+    fits = [(one, turn) for one, turn in earlier if asked.follows(one)]
+    return max(fits, key=lambda pair: len(pair[0].body["messages"]))[1] if fits else None
+
+
+def account_is_exact(played: Outcome) -> None:
+    got, account = played.got, played.got.account
     assert account.sampled == account.delivered == got.engine_tokens == sum(len(row.response_ids) for row in got.rows)
     assert account.undelivered == account.failed == {}
-    assert account.retokenised == 0
+    foreign = [
+        (row, turn_before(asked, played.rows[:place]))
+        for place, (asked, row) in enumerate(played.rows)
+        if asked.ends_with_a_foreign_reply
+    ]
+    assert account.why.get("foreign reply", 0) == len(foreign)
+    assert account.retokenised == sum(tokens_written_anew(before, row) for row, before in foreign if before)
+
+
+def tokens_written_anew(before: StoredTurn, row: StoredTurn) -> int:
+    """How many tokens of a turn a later prompt, which holds its words, does not begin with."""
+    ids = [*before.prompt_ids, *before.response_ids]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(ids, row.prompt_ids, strict=False))
+    return len(ids) - sum(1 for _ in alike)
 
 
 def test_opencode_as_it_comes_solves_a_task_with_a_sub_agent_and_a_compaction(sandbox: Bubblewrap, place: Path) -> None:
@@ -194,7 +214,7 @@ def test_opencode_as_it_comes_solves_a_task_with_a_sub_agent_and_a_compaction(sa
     got = played.got
     assert got.notes["answer"] == "42", "witness: opencode's own tools wrote the file, in the box"
     assert played.refused == []
-    account_is_exact(got)
+    account_is_exact(played)
     assert honest_continuations_have_their_parent(played.rows) == 6
     assert got.account.continuity == {"root": 4, "extends": 6, "rendered": 1}
     assert got.account.why == {"history rewritten": 1}
@@ -226,7 +246,7 @@ def test_opencode_compacts_on_the_words_with_which_the_gateway_refuses_a_long_pr
     assert [(one.status, one.system.startswith(WORKS)) for one in played.refused] == [(400, True)]
     assert len(played.of(SUMS_UP)) == 1
     assert played.got.notes["answer"] == "42"
-    account_is_exact(played.got)
+    account_is_exact(played)
     assert played.got.account.why == {"history rewritten": 1}
     assert honest_continuations_have_their_parent(played.rows) == 1
 
@@ -258,5 +278,5 @@ def test_the_example_gives_opencode_a_prompt_of_its_own_and_two_tools_that_fit_a
     }
     assert offered == {"build": [{"read", "task"}] * 5, "general": [{"read"}]}
     assert len(played.of(TITLES)) == len(played.of(SUMS_UP)) == 1
-    account_is_exact(played.got)
+    account_is_exact(played)
     assert honest_continuations_have_their_parent(played.rows) == 2
