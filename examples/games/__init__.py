@@ -1,0 +1,1 @@
+"""Games of two seats that one policy plays against itself: Nim, and Kuhn's poker."""
