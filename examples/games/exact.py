@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.games.kuhn import BET, VIEWS, exploitability
+from examples.games.kuhn import BET, PASS, VIEWS, exploitability
 from examples.games.nim import WON, moves, winning
 
 
@@ -37,15 +37,15 @@ def nim_figures(folder: Path) -> Sequence[float]:
 
 
 def kuhn_figures(folder: Path) -> Sequence[float]:
-    """Exploitability, in chips per game, and the probability of a bet for each view."""
-    odds = probabilities(folder, "kuhn", {view: [BET] for view in VIEWS})
-    bets = {view: odds[view][BET] for view in VIEWS}
-    return [exploitability(bets), *bets.values()]
+    """Exploitability, in chips per game, the least probability of a legal word, the share of bets for each view."""
+    odds = probabilities(folder, "kuhn", {view: [BET, PASS] for view in VIEWS})
+    bets = {view: odds[view][BET] / sum(odds[view].values()) for view in VIEWS}
+    return [exploitability(bets), min(sum(said.values()) for said in odds.values()), *bets.values()]
 
 
 FIGURES = {
     "nim": (("winning move", "likeliest move wins", "legal"), nim_figures),
-    "kuhn": (("exploitability", *VIEWS), kuhn_figures),
+    "kuhn": (("exploitability", "legal", *VIEWS), kuhn_figures),
 }
 
 

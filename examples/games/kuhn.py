@@ -20,6 +20,8 @@ OVER = ("pp", "bp", "bb", "pbp", "pbb")
 """What was done in whole games."""
 SEEN = (("", "pb"), ("p", "b"))
 """What was done when the first player acts, and when the second one does."""
+FORFEIT = 2
+"""Chips that a word costs that the rules do not know."""
 VALUE = -1 / 18
 """Chips that the first player wins per game if both play perfectly."""
 
@@ -38,17 +40,18 @@ def kuhn(seed: int, index: int, split: Split) -> Task:
 
 @workflow("kuhn")
 async def play(task: Task, team: Team) -> None:
-    """One game, paid in chips. Who says neither `b` nor `p` passes."""
-    players, deal, done, legal = (team.first, team.second), task.prompt, "", 0
-    while done not in OVER:
+    """One game, paid in chips. Who says neither `b` nor `p` pays two, the most that a game can cost."""
+    players, deal, done = (team.first, team.second), task.prompt, ""
+    legal = True
+    while legal and done not in OVER:
         player = len(done) % 2
         said = await players[player].act(deal[player] + done)
-        legal += said.text in (BET, PASS)
-        done += BET if said.text == BET else PASS
-    won = chips(deal, done)
+        legal = said.text in (BET, PASS)
+        done += said.text if legal else ""
+    won = chips(deal, done) if legal else (-FORFEIT, FORFEIT)[player]
     team.first.reward(float(won))
     team.second.reward(float(-won))
-    team.report(success=float(won > 0), chips=won, bets=done.count(BET), legal=legal / len(done))
+    team.report(success=float(won > 0), chips=won, bets=done.count(BET), legal=float(legal))
 
 
 def chips(deal: str, done: str) -> int:

@@ -5,6 +5,7 @@
 A position is three digits, `231`; a move names a heap and a number, `b2`: two sticks of the second heap.
 """
 
+import random
 from itertools import product
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from flexmarl.records import Task
 from flexmarl.tasks import Split, task_generator
 
 HEAPS = "abc"
-MOST = 4
+MOST = 3
 """Sticks of a heap."""
 
 
@@ -57,7 +58,7 @@ def moves(position: Position) -> dict[str, Position]:
 def is_won(position: Position) -> bool:
     """True if whoever moves can force a win: the heaps' exclusive or is not 0 (Bouton, 1901).
 
-    >>> is_won(Position(1, 2, 3)), is_won(Position(1, 2, 4))
+    >>> is_won(Position(1, 2, 3)), is_won(Position(1, 2, 2))
     (False, True)
     """
     return position.a ^ position.b ^ position.c != 0
@@ -66,8 +67,8 @@ def is_won(position: Position) -> bool:
 def winning(position: Position) -> list[str]:
     """The moves after which the other one has lost; none in a lost position.
 
-    >>> winning(Position(1, 2, 4))
-    ['c1']
+    >>> winning(Position(1, 2, 1))
+    ['b2']
     """
     return [move for move, left in moves(position).items() if not is_won(left)]
 
@@ -78,12 +79,14 @@ WON = tuple(filter(is_won, POSITIONS))
 
 @task_generator("nim")
 def nim(seed: int, index: int, split: Split) -> Task:
-    """The position that a game begins with, one after the other.
+    """The position that a game begins with: each comes once, in a random order, before one comes again.
 
     A fifth of them is held out: no training game begins there, though one may come through it.
     """
     begun = [position for place, position in enumerate(WON) if (place % 5 == 0) == (split == "held_out")]
-    return Task(input_id=f"{split}-{seed}-{index}", prompt=str(begun[(seed + index) % len(begun)]))
+    lap, place = divmod(index, len(begun))
+    random.Random(f"{seed}/{split}/{lap}").shuffle(begun)
+    return Task(input_id=f"{split}-{seed}-{index}", prompt=str(begun[place]))
 
 
 @workflow("nim")

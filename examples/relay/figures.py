@@ -1,12 +1,13 @@
-"""Prints what runs came to, of the relay or of the long notes, and draws their success over the steps.
+"""Prints what runs of an example came to, and draws their success over the steps.
 
     python -m examples.relay.figures curves.png runs/relay-20260131-142530 runs/relay-20260131-143021
+    python -m examples.relay.figures curves.png runs/nim-* --figure winning_moves
 
 Runs of one name, `relay-1` and `relay-2` say, have one colour.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,18 +19,18 @@ from flexmarl.analysis.curve import INK, PALETTE, smooth
 from flexmarl.events.run_folder import RunFolder
 
 
-def main(picture: Path, runs: Sequence[Path]) -> None:
-    """A row of the table and a line of the picture per run."""
+def main(picture: Path, runs: Sequence[Path], figure_of: str = "success") -> None:
+    """A row of the table and a line of the picture per run. `figure_of`: the team's figure that is shown."""
     print("| run | seed | before | after | steps to 0.9 | time, s |\n|---|---|---|---|---|---|")
     figure = Figure(figsize=(5.2, 3.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="success", ylim=(0, 1.02))
+    axes = figure.add_subplot(xlabel="step", ylabel=figure_of.replace("_", " "), ylim=(0, 1.02))
     colours: dict[str, str] = {}
     for folder in map(RunFolder, sorted(runs)):
         settings = yaml.safe_load(folder.config.read_text())
         summary = json.loads(folder.summary.read_text())
-        name, points = settings["name"].rsplit("-", 1)[0], curve(folder)
-        before, after = (summary["eval"][when]["success"] for when in ("before", "after"))
+        name, points = settings["name"].rsplit("-", 1)[0], curve(folder, figure_of)
+        before, after = (summary["eval"][when][figure_of] for when in ("before", "after"))
         reached = next((str(step) for step, success in points if success >= 0.9), "never")
         print(f"| {name} | {settings['seed']} | {before:.3f} | {after:.3f} | {reached} | {summary['wall_s']:.0f} |")
         label = None if name in colours else name
@@ -41,11 +42,16 @@ def main(picture: Path, runs: Sequence[Path]) -> None:
     figure.savefig(picture)
 
 
-def curve(folder: RunFolder) -> list[tuple[int, float]]:
-    """(step, success of the episodes it was trained on)."""
-    steps = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    return [(values["step"], values["team/success"]) for values in steps if "team/success" in values]
+def curve(folder: RunFolder, figure_of: str) -> list[tuple[int, float]]:
+    """(step, the team's figure of the episodes it was trained on)."""
+    steps, name = [json.loads(line) for line in folder.metrics.read_text().splitlines()], f"team/{figure_of}"
+    return [(values["step"], values[name]) for values in steps if name in values]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), list(map(Path, sys.argv[2:])))
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given.add_argument("picture", type=Path)
+    given.add_argument("runs", type=Path, nargs="+")
+    given.add_argument("--figure", default="success", help="the team's figure that is shown")
+    asked = given.parse_args()
+    main(asked.picture, asked.runs, asked.figure)
