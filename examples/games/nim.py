@@ -90,11 +90,19 @@ def nim(seed: int, index: int, split: Split) -> Task:
 
 
 @workflow("nim")
-async def play(task: Task, team: Team) -> None:
-    """One game. A move that there is not loses it.
+async def nim_game(task: Task, team: Team) -> None:
+    """One game. A move that there is not loses it."""
+    await play(task, team)
 
-    `winning_moves`: of the moves in positions that can be won, how many keep the win.
-    """
+
+@workflow("nim_shuffled_rewards")
+async def shuffled_rewards(task: Task, team: Team) -> None:
+    """A control: who is paid has nothing to do with who won."""
+    await play(task, team, fair=False)
+
+
+async def play(task: Task, team: Team, *, fair: bool = True) -> None:
+    """`winning_moves`: of the moves in positions that can be won, how many keep the win. Not `fair`: a coin decides."""
     mover, other = team.first, team.second
     position, kept = read(task.prompt), list[bool]()
     while True:
@@ -106,6 +114,7 @@ async def play(task: Task, team: Team) -> None:
             break
         position, mover, other = left, other, mover
     winner, loser = (other, mover) if left is None else (mover, other)
-    winner.reward(1.0)
-    loser.reward(-1.0)
+    sign = 1.0 if fair or team.rng.random() < 0.5 else -1.0
+    winner.reward(sign)
+    loser.reward(-sign)
     team.report(success=float(winner is team.first), winning_moves=sum(kept) / len(kept), legal=float(left is not None))
