@@ -31,14 +31,13 @@ from flexmarl.assemble.standing import MakeSpecs
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.cluster.host import lower_priority
 from flexmarl.cluster.inproc import inproc_cluster
-from flexmarl.cluster.interface import Address, Cluster, ResidentKind, ResidentSpec
+from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
-from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.cluster.spill import Spill
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, RankLost, TrainingError, boundary, described
 from flexmarl.events.event import Events
-from flexmarl.experience.backends.remote import RemoteStore, StoreHost, StoreService
+from flexmarl.experience.backends.remote import StoreHost, StoreService, store_on_node
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore
 from flexmarl.inference.interface import EngineParts, InferenceEngine, WeightedEngine, make_engine
@@ -449,11 +448,6 @@ def open_ray(blueprint: Blueprint, path: Path) -> Iterator[RealResidents]:
 
 
 STORE = WorkerId(ResidentKind.STORE, number=0)
-
-
-def store_on_node(path: Path, files: NodeFiles, address: Address) -> ExperienceStore:
-    """Opens the run's store for a process of any node: its file at home, elsewhere the resident `store/0`."""
-    return DurableStore.join(path) if files.at_home else RemoteStore(address)
 
 
 def require_sendable(parts: PlayParts, workers: int) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol, Self
 
 from flexmarl.cluster.host import answer, packed, replied
 from flexmarl.cluster.interface import Address
+from flexmarl.cluster.node_agent import NodeFiles
 from flexmarl.errors import StoreError, WorkerError, boundary, described
 from flexmarl.experience.backends.sqlite import DurableStore
 from flexmarl.experience.interface import ExperienceStore, Outcome, PartialRow, Row, Table
@@ -82,6 +83,11 @@ class StoreHost:
             _refuse(method)
         args, kwargs = pickle.loads(arguments)
         return getattr(self._store, method)(*args, **kwargs)
+
+
+def store_on_node(path: Path, files: NodeFiles, address: Address) -> ExperienceStore:
+    """Opens the run's store for a process of any node: its file at home, elsewhere the resident `store/0`."""
+    return DurableStore.join(path) if files.at_home else RemoteStore(address)
 
 
 class RemoteStore:
