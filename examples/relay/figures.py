@@ -30,9 +30,10 @@ def main(picture: Path, runs: Sequence[Path], figure_of: str = "success") -> Non
         settings = yaml.safe_load(folder.config.read_text())
         summary = json.loads(folder.summary.read_text())
         name, points = settings["name"].rsplit("-", 1)[0], curve(folder, figure_of)
-        before, after = (summary["eval"][when][figure_of] for when in ("before", "after"))
+        evaluated = (summary["eval"].get(when) for when in ("before", "after"))
+        before, after = (f"{one[figure_of]:.3f}" if one else "-" for one in evaluated)
         reached = next((str(step) for step, success in points if success >= 0.9), "never")
-        print(f"| {name} | {settings['seed']} | {before:.3f} | {after:.3f} | {reached} | {summary['wall_s']:.0f} |")
+        print(f"| {name} | {settings['seed']} | {before} | {after} | {reached} | {summary['wall_s']:.0f} |")
         label = None if name in colours else name
         colour = colours.setdefault(name, PALETTE[len(colours) % len(PALETTE)])
         steps, successes = zip(*points, strict=True)
