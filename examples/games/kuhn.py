@@ -42,7 +42,7 @@ def kuhn(seed: int, index: int, split: Split) -> Task:
 async def play(task: Task, team: Team) -> None:
     """One game, paid in chips. Who says neither `b` nor `p` pays two, the most that a game can cost."""
     players, deal, done = (team.first, team.second), task.prompt, ""
-    legal = True
+    player, legal = 0, True
     while legal and done not in OVER:
         player = len(done) % 2
         said = await players[player].act(deal[player] + done)
