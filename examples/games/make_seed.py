@@ -2,7 +2,7 @@
 
     python -m examples.games.make_seed [folder]
 
-About two minutes on one core. The same kind of machine gives the same model, bit for bit.
+About a minute on one core. The same kind of machine gives the same model, bit for bit.
 """
 
 import sys
