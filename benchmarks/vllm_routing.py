@@ -7,7 +7,7 @@ step plays 24 conversations of 8 calls at once; a prompt is all that was said, a
 tokens, and between two calls a tool runs for up to 0.2 s. `pool.routing: conversations` sends a call to the instance
 with its prefix, unless that has far more work than another; `least_requests` to the one with the least load;
 `least_tokens`, the default, to the one with its prefix if that has no more work than another. The steps of all come in
-turn, each with prompts of its own.
+turn, with the same lengths and tool times, but each with prompts of its own.
 
     computed_vs_least_loaded   prompt tokens that vLLM computes, by its own metrics: conversations by least_requests
     computed_vs_least_tokens   the same, by least_tokens
@@ -67,12 +67,12 @@ def tiny_for_vllm() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-async def converse(pool: InferencePool, number: int) -> None:
-    """Plays one conversation, which is drawn from its number."""
-    rng = np.random.default_rng(number)
+async def converse(pool: InferencePool, number: int, shape: int) -> None:
+    """Plays one conversation: its texts are drawn from its number, its lengths and tool times from `shape`."""
+    texts, rng = np.random.default_rng([number, 0]), np.random.default_rng([shape, 1])
     said = np.zeros(0, np.int32)
     for call in range(CALLS):
-        said = np.concatenate([said, rng.integers(1, VOCABULARY, NEW).astype(np.int32)])
+        said = np.concatenate([said, texts.integers(1, VOCABULARY, NEW).astype(np.int32)])
         answer = await pool.generate(
             GenerationRequest(
                 request_id=f"{number}-{call}",
@@ -89,12 +89,14 @@ async def converse(pool: InferencePool, number: int) -> None:
         await asyncio.sleep(rng.uniform(0, TOOL_S))
 
 
-async def step(engines: list[InferenceEngine], routing: str, numbers: "count[int]") -> tuple[int, float]:
+async def step(engines: list[InferenceEngine], routing: str, numbers: "count[int]", repeat: int) -> tuple[int, float]:
     """Plays conversations that nobody has seen; returns the computed prompt tokens, and the seconds."""
     computed = -sum([(await engine.usage()).prompt_tokens for engine in engines])
     async with InferencePool({POLICY: engines}, PoolSettings.model_validate({"routing": routing})).open() as pool:
         began = time.perf_counter()
-        await asyncio.gather(*(converse(pool, next(numbers)) for _ in range(CONVERSATIONS)))
+        await asyncio.gather(
+            *(converse(pool, next(numbers), repeat * CONVERSATIONS + one) for one in range(CONVERSATIONS))
+        )
         seconds = time.perf_counter() - began
     return computed + sum([(await engine.usage()).prompt_tokens for engine in engines]), seconds
 
@@ -120,7 +122,7 @@ async def measured(repeats: int) -> tuple[dict[str, list[float]], dict[str, list
             numbers = count()
             for repeat in range(repeats + 1):
                 for routing in ROUTINGS:
-                    tokens, took = await step(engines, routing, numbers)
+                    tokens, took = await step(engines, routing, numbers, repeat)
                     if repeat:
                         computed[routing].append(tokens)
                         seconds[routing].append(took)

@@ -37,7 +37,6 @@ from flexmarl.cluster.interface import ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings
 from flexmarl.errors import EngineError
-from flexmarl.inference.backends.vllm.vllm_engine import CANARY_EVERY
 from flexmarl.inference.interface import answers_of
 from flexmarl.inference.settings import AdapterRoom, EmbeddedSettings, EngineSettings, VllmSettings
 from flexmarl.objects.backends.memory import ShmObjectStore
@@ -156,8 +155,7 @@ class Publisher:
                 raise RuntimeError("tokens were lost")
             computed.append((await self.engine.usage()).prompt_tokens - before)
         # The canary's own tokens are not those of requests.
-        canary = CANARY_TOKENS if self.policy == "merged" else sum(range(CANARY_EVERY, CANARY_TOKENS, CANARY_EVERY))
-        return (computed[1] - canary - computed[0]) / (REQUESTS * LONG)
+        return (computed[1] - CANARY_TOKENS - computed[0]) / (REQUESTS * LONG)
 
 
 async def measured(

@@ -64,6 +64,14 @@ def logprobs_of(model: torch.nn.Module, ids: Sequence[int]) -> np.ndarray:
     return torch.log_softmax(logits.float(), -1).gather(-1, whole[1:, None])[:, 0].numpy()
 
 
+def canary(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """What a trainer publishes with these weights."""
+    ids = torch.arange(8) * 7919 % SIZE
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0, -1]
+    return {"ids": ids, "logprobs": torch.log_softmax(logits.float(), -1)[ids]}
+
+
 def ask(
     name: str,
     *,
@@ -95,9 +103,9 @@ class Served:
         """Publishes the model of seed `version` as trainers do: tied weights once, with the canary of a model."""
         model = self.models[version] = tied_model(version)
         tree = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-        ids = torch.arange(32) * 7919 % SIZE
-        told = logprobs_of(model if canary_of is None else tied_model(canary_of), ids.tolist())
-        await self.store.set(canary_key(POLICY, Version(version)), {"ids": ids, "logprobs": torch.from_numpy(told)})
+        await self.store.set(
+            canary_key(POLICY, Version(version)), canary(model if canary_of is None else tied_model(canary_of))
+        )
         return (await self.store.set(weights_key(POLICY, Version(version)), tree)).checksum
 
     async def load_next(self) -> None:
@@ -140,7 +148,7 @@ class ServedAdapters(Served):
     """The model that each published adapter makes of the base."""
 
     async def publish_adapter(
-        self, version: int, *, policy: PolicyName = POLICY, rank: int = 4, canary: bool = True
+        self, version: int, *, policy: PolicyName = POLICY, rank: int = 4, canary_of_base: bool = False
     ) -> Checksum:
         """Publishes an adapter as trainers do, with the canary of the merged model, or with that of the base."""
         base, merged = tied_model(0), tied_model(0)
@@ -153,10 +161,8 @@ class ServedAdapters(Served):
                 with torch.no_grad():
                     linear.weight += scaling * b @ a
         self.merged[policy, version] = merged
-        ids = torch.arange(32) * 7919 % SIZE
-        logprobs = torch.from_numpy(logprobs_of(merged if canary else base, ids.tolist()))
         of_base = checksum({name: tensor for name, tensor in base.state_dict().items() if name != "lm_head.weight"})
-        await self.store.set(canary_key(policy, Version(version)), {"ids": ids, "logprobs": logprobs})
+        await self.store.set(canary_key(policy, Version(version)), canary(base if canary_of_base else merged))
         tree = PublishedAdapter(layers, scaling, of_base).as_tree()
         return (await self.store.set(weights_key(policy, Version(version)), tree)).checksum
 

@@ -116,7 +116,7 @@ def test_a_prefix_is_reused_at_its_own_adapter_and_version_only(adapted: ServedA
 def test_an_adapter_that_computes_something_else_is_not_served_and_the_old_one_stays(adapted: ServedAdapters) -> None:
     async def check() -> None:
         before = await adapted.load_next_adapter()
-        await adapted.publish_adapter(601, canary=False)
+        await adapted.publish_adapter(601, canary_of_base=True)
         with pytest.raises(EngineError, match=r"the canary's log-probabilities differ by \d"):
             await adapted.engine.load_weights(POLICY, Version(601))
         (answer,) = await adapted.all([ask("still", prompt=PROMPT, max_tokens=8)])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import WorkerError, described
-from flexmarl.imports import collected_later
+from flexmarl.imports import collected_later, let_threads_sleep
 
 NICENESS = 5
 """Gives a third of an engine's share of a core. Linux's idle class hides more of training behind rollout, but starves
@@ -102,6 +102,7 @@ class Host:
 
     def __init__(self, *, path: Sequence[str] = (), threads: int | None = None) -> None:
         """Sets where modules are found and how many threads torch gets; must come before anything imports torch."""
+        let_threads_sleep()
         sys.path.extend(folder for folder in path if folder not in sys.path)
         if threads is not None:
             os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))

@@ -34,7 +34,8 @@ class ClusterSettings(Settings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of one torch operation; null: all cores inline, one in each process of ray.",
+        description="CPU threads of one torch operation; null: all cores inline, one in each process of ray. They "
+        "sleep while they wait for each other, unless the environment has OMP_WAIT_POLICY=ACTIVE.",
     )
     address: str = Field(
         default="local",

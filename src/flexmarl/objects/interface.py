@@ -41,7 +41,8 @@ def weights_key(policy: PolicyName, version: Version) -> ObjectKey:
 def canary_key(policy: PolicyName, version: Version) -> ObjectKey:
     """The key of a version's canary, for engines that cannot show the weights that they serve.
 
-    It has `ids` [N] and their `logprobs` [N - 1] by the trainer: token i + 1 after tokens 0 to i, at temperature 1.
+    It has `ids` [N] and `logprobs` [N] by the trainer: of each of these tokens as the next one after all of them, at
+    temperature 1.
     """
     return ObjectKey(f"canary/{policy}/{version}")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.inference.backends.vllm.handed_weights import HandedTree, adapter_in, handed_adapter, handed_tree
 from flexmarl.inference.backends.vllm.served_versions import Served, ServedVersions
+from flexmarl.inference.backends.vllm.vllm_start import sockets_in_a_folder
 from flexmarl.inference.interface import EngineCapabilities
 from flexmarl.inference.settings import VllmSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
@@ -116,7 +118,7 @@ def test_each_version_is_published_with_its_canary_and_the_last_two_are_kept() -
             canary = await store.get(canary_key(POLICY, Version(version)))
             ids = canary["ids"]
             with torch.no_grad():
-                expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+                expected = model(ids[None]).logits[0, -1].log_softmax(-1)[ids]
             assert torch.allclose(canary["logprobs"], expected, atol=1e-5)
             trainer._version = Version(version + 1)
         with pytest.raises(KeyError):
@@ -124,3 +126,24 @@ def test_each_version_is_published_with_its_canary_and_the_last_two_are_kept() -
         await store.get(canary_key(POLICY, Version(1)))
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("users", [None, "sockets"])
+def test_the_folder_of_vllms_sockets_is_left_to_no_process_that_begins_later(
+    users: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "VLLM_RPC_BASE_PATH"
+    monkeypatch.delenv(variable, raising=False)
+    if users:
+        (tmp_path / users).mkdir()
+        monkeypatch.setenv(variable, str(tmp_path / users))
+    before = os.environ.get(variable)
+    with sockets_in_a_folder():
+        folder = Path(os.environ[variable])
+        assert folder.is_dir()
+        assert before is None or folder.parent == tmp_path / str(users)
+    assert os.environ.get(variable) == before
+    assert not folder.exists()
+    with pytest.raises(RuntimeError), sockets_in_a_folder():
+        raise RuntimeError
+    assert os.environ.get(variable) == before

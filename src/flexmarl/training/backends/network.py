@@ -32,9 +32,9 @@ from flexmarl.training.settings import TrainingSettings
 from flexmarl.training.tree.attention import shape_of, use_prefix_trees
 from flexmarl.training.tree.merge import PrefixTree
 
-CANARY_TOKENS = 16
-"""Tokens whose log-probabilities are published with a version: enough that no two versions agree on them, and no more,
-since a load waits for them twice."""
+CANARY_TOKENS = 8
+"""Tokens of a canary: enough that no two versions agree on their log-probabilities, and no more, since a load waits for
+them twice."""
 
 
 class Reference(Protocol):
@@ -251,16 +251,12 @@ class Network:
 
     @torch.no_grad()
     def canary(self) -> dict[str, Tensor]:
-        """Fixed ids, spread over the vocabulary, and their log-probabilities under the current weights (`canary_key`).
-
-        One pass over CANARY_TOKENS tokens.
-        """
+        """Fixed ids, spread over the vocabulary, and the log-probability of each after all of them (`canary_key`)."""
         embeddings: Any = self.model.get_input_embeddings()
         ids = torch.arange(CANARY_TOKENS, device=self.model.device) * 7919 % embeddings.num_embeddings
         with self.computing():
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[:, 0]
-        return {"ids": ids.cpu(), "logprobs": logprobs.cpu()}
+            logits = self.model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+        return {"ids": ids.cpu(), "logprobs": torch.log_softmax(logits.float(), -1)[ids].cpu()}
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the model by name, without tied duplicates, in the type in which it computes."""

@@ -56,8 +56,6 @@ ABORT_S = 0.05
 MOST_CANARY_GAP = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Mean difference of the canary's log-probabilities to the trainer's above which weights are not what was published.
 Old weights behind a tied head gave 0.5; right ones in float32 give 1e-6, and rounding of bfloat16 some hundredths."""
-CANARY_EVERY = 5
-"""Tokens from one that is compared to the next, for adapters: few enough that a load stays short."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -340,15 +338,7 @@ class VllmEngine:
 
     async def _compare(self, canary: TensorTree, new: Served) -> None:
         """Compares log-probabilities with the trainer's: a digest cannot show what vLLM computes with."""
-        ids, theirs = canary["ids"].tolist(), canary["logprobs"].numpy()
-        if new.adapter:
-            # With adapters, vLLM's log-probabilities of a prompt fail in a batch with other requests: it takes the
-            # adapters of these for all positions. So each token is sampled, the only one that is allowed.
-            at = range(CANARY_EVERY, len(ids), CANARY_EVERY)
-            ours = np.asarray(await asyncio.gather(*(self._logprob(ids[:i], ids[i], new) for i in at)))
-            theirs = theirs[[i - 1 for i in at]]
-        else:
-            ours = await self._logprobs(ids, new)
+        ours, theirs = await self._next_logprobs(canary["ids"].tolist(), new), canary["logprobs"].numpy()
         gap, most = float(np.abs(ours - theirs).mean()), MOST_CANARY_GAP[self._settings.dtype]
         if not gap <= most:
             raise EngineError(
@@ -356,24 +346,16 @@ class VllmEngine:
                 "is allowed: vLLM does not compute with the weights that were published"
             )
 
-    async def _logprobs(self, ids: list[int], new: Served) -> np.ndarray:
-        """[N - 1] log-probability of each token after those before it."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        found = np.zeros(0)
-        async for output in self._llm.generate(tokens_input(ids, cache_salt=new.salt), params, f"canary {new.salt}"):
-            if output.prompt_logprobs is not None:
-                found = np.asarray(output.prompt_logprobs.logprobs)
-        return found
+    async def _next_logprobs(self, ids: list[int], new: Served) -> np.ndarray:
+        """[N] log-probability of each of the ids as the next one after all of them. Does not wait for what waits.
 
-    async def _logprob(self, ids: list[int], token: int, new: Served) -> float:
-        """The log-probability of a token after `ids`. It does not wait for the requests that wait."""
-        params = SamplingParams(
-            max_tokens=1, allowed_token_ids=[token], logprobs=0, flat_logprobs=True, detokenize=False
-        )
-        name, prompt = f"canary {new.salt}#{new.adapter} {len(ids)}", tokens_input(ids, cache_salt=new.salt)
-        found = np.nan
+        Of the next token, since vLLM takes the adapters of other requests for a prompt's log-probabilities.
+        """
+        params = SamplingParams(max_tokens=1, logprob_token_ids=ids, flat_logprobs=True, detokenize=False)
+        name, prompt = f"canary {new.salt}#{new.adapter}", tokens_input(ids, cache_salt=new.salt)
+        found = np.full(len(ids), np.nan)
         async for output in self._llm.generate(prompt, params, name, lora_request=adapter_of(new), priority=-1):
-            found = output.outputs[0].logprobs.logprobs[0]
+            found = np.asarray(output.outputs[0].logprobs.logprobs[1:])  # The first is that of the sampled token.
         return found
 
     async def _unless_lost(self, work: Awaitable[T]) -> T:

@@ -54,14 +54,21 @@ def sockets_in_a_folder() -> Iterator[None]:
     Once vLLM has started, both ends of each have opened it, and keep it. One block at a time: vLLM reads the name of
     the folder from the environment.
     """
-    with _STARTING, tempfile.TemporaryDirectory(prefix=f"flexmarl-vllm-{os.getpid()}-", dir=_SOCKETS) as folder:
-        os.environ["VLLM_RPC_BASE_PATH"] = folder
-        yield
+    with _STARTING:
+        users = os.environ.pop(_SOCKETS, None)
+        try:
+            with tempfile.TemporaryDirectory(prefix=f"flexmarl-vllm-{os.getpid()}-", dir=users) as folder:
+                os.environ[_SOCKETS] = folder
+                yield
+        finally:
+            os.environ.pop(_SOCKETS, None)  # Processes that begin later inherit no folder that is gone.
+            if users is not None:
+                os.environ[_SOCKETS] = users
 
 
 _STARTING = Lock()
-_SOCKETS = os.environ.get("VLLM_RPC_BASE_PATH")
-"""Where the user wants them; None: in the temp folder."""
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder; the user may have set it. Without it: the temp folder."""
 
 
 _SHARED = re.compile(r"/dev/shm/(?:psm_|sem\.mp-)\S+$", re.MULTILINE)
