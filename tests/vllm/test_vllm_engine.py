@@ -46,6 +46,24 @@ def test_it_keeps_the_contract(served: Served) -> None:
 
 
 @pytest.mark.core
+def test_more_prompt_tokens_at_once_than_vllm_computes_in_a_step_are_all_answered(served: Served) -> None:
+    """vLLM 0.32 on a CPU fails if it computes a prompt in chunks and its request has a seed, as ours have."""
+
+    async def check() -> None:
+        rng = np.random.default_rng(0)
+        requests = [
+            ask(f"long{n}", prompt=rng.integers(1, SIZE, 150).tolist(), seed=n, max_tokens=8) for n in range(32)
+        ]
+        assert sum(len(one.prompt_ids) for one in requests) > 2 * 2048
+        together = {one.request_id: one.response_ids.tolist() for one in await served.all(requests)}
+        assert {len(ids) for ids in together.values()} == {8}
+        (alone,) = await served.all([replace(requests[-1], request_id="alone")])
+        assert alone.response_ids.tolist() == together["long31"]
+
+    served.runner.run(check())
+
+
+@pytest.mark.core
 def test_log_probabilities_are_those_of_the_model_before_and_after_an_update(served: Served) -> None:
     async def check() -> None:
         prompt = list(range(1, 40))

@@ -66,6 +66,8 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "weight_transfer_config": WeightTransferConfig(backend="flexmarl"),
         "worker_extension_cls": _WORKER,
         "disable_log_stats": True,
+        # On a CPU, vLLM fails at a prompt of a request with a seed that it computes in chunks.
+        **({"enable_chunked_prefill": False} if on_cpu else {}),
         # The canary of a version does not wait for the requests that wait.
         "scheduling_policy": "priority",
         **(_of_adapters(settings.adapters, versions=parts.versions) if settings.adapters else {}),
