@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Threads of torch sleep while they wait for each other, instead of spinning on cores that others need.
-export OMP_WAIT_POLICY ?= PASSIVE
 # Processes that tests run in; each takes one core and up to 2 GB of memory.
 JOBS ?= 3
 # Random runs that break, and how often each kind of fault must be witnessed in them.

@@ -1,4 +1,4 @@
-"""Threads that sleep while they wait for each other (`OMP_WAIT_POLICY=PASSIVE`, as flexmarl sets it) or spin.
+"""Threads that sleep while they wait for each other (`OMP_WAIT_POLICY=PASSIVE`, as in processes of ray) or spin.
 
     python benchmarks/shared_cores.py --json
 
@@ -62,7 +62,7 @@ def products() -> None:
     print(UNTIL_READY, flush=True)
     began = time.perf_counter()
     while not select.select([sys.stdin], [], [], 0)[0]:
-        matrix @ matrix
+        torch.mm(matrix, matrix)
         number += 1
     print(number / (time.perf_counter() - began))
 

@@ -2,12 +2,11 @@
 
 import sys
 
-from flexmarl.imports import collected_later, let_threads_sleep
+from flexmarl.imports import collected_later
 
 
 def main() -> None:
     """Loads the commands, which takes half a second, and runs one."""
-    let_threads_sleep()
     try:
         with collected_later():
             from flexmarl.cli import main as run_command

@@ -1,11 +1,10 @@
-"""Imports of large packages: when they are needed, without garbage collection, and what torch reads as it loads.
+"""Imports of large packages: when they are needed, and without garbage collection.
 
 Torch and transformers make hundreds of thousands of objects that stay. A collector that looks through them again and
 again takes a fifth of the time: 1.2 of 5.4 s in the controller, and as much in the process of each resident.
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -22,15 +21,6 @@ def collected_later() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def let_threads_sleep() -> None:
-    """Has threads of a torch operation sleep while they wait for each other, unless OMP_WAIT_POLICY says otherwise.
-
-    OpenMP has them spin, on cores that engines, trainers and other programs need: with one busy process beside it, an
-    operation on two cores takes three times as long (benchmarks/shared_cores.py). Must come before torch is imported.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Lazy:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexmarl.errors import WorkerError, described
-from flexmarl.imports import collected_later, let_threads_sleep
+from flexmarl.imports import collected_later
 
 NICENESS = 5
 """Gives a third of an engine's share of a core. Linux's idle class hides more of training behind rollout, but starves
@@ -101,8 +101,12 @@ class Host:
     """
 
     def __init__(self, *, path: Sequence[str] = (), threads: int | None = None) -> None:
-        """Sets where modules are found and how many threads torch gets; must come before anything imports torch."""
-        let_threads_sleep()
+        """Sets where modules are found and how many threads torch gets; must come before anything imports torch.
+
+        The threads of an operation sleep while they wait for each other. By default they spin, on cores that the other
+        residents of the machine need (benchmarks/shared_cores.py).
+        """
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         sys.path.extend(folder for folder in path if folder not in sys.path)
         if threads is not None:
             os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))

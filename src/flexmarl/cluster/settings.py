@@ -34,8 +34,9 @@ class ClusterSettings(Settings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of one torch operation; null: all cores inline, one in each process of ray. They "
-        "sleep while they wait for each other, unless the environment has OMP_WAIT_POLICY=ACTIVE.",
+        description="CPU threads of one torch operation; null: all cores inline, one in each process of ray. In a "
+        "process of ray they sleep while they wait for each other; set OMP_WAIT_POLICY=PASSIVE for that inline, where "
+        "other programs compute on the same cores.",
     )
     address: str = Field(
         default="local",
