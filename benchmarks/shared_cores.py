@@ -1,4 +1,5 @@
-"""Threads that sleep while they wait for each other (`OMP_WAIT_POLICY=PASSIVE`, as in processes of ray) or spin.
+"""Threads that sleep while they wait for each other (`OMP_WAIT_POLICY=PASSIVE`, as in processes of ray) or
+spin for a while first, which is OpenMP's default.
 
     python benchmarks/shared_cores.py --json
 
@@ -22,7 +23,7 @@ import torch
 from common import median_ratio, parser, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-POLICIES = {"asleep": "PASSIVE", "spinning": "ACTIVE"}
+POLICIES = {"asleep": {"OMP_WAIT_POLICY": "PASSIVE"}, "spinning": {}}
 WAYS = {f"{policy}, {where}": (policy, where) for policy in POLICIES for where in ("alone", "beside")}
 MEASURED_S, UNTIL_READY = 8.0, "ready"
 """Seconds that are measured at a time, and what a process prints before."""
@@ -71,7 +72,7 @@ def started(policy: str, *arguments: str) -> subprocess.Popen[str]:
     """Starts this script as one of the two processes."""
     return subprocess.Popen(
         [sys.executable, __file__, *arguments],
-        env=os.environ | {"OMP_WAIT_POLICY": POLICIES[policy]},
+        env={name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | POLICIES[policy],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

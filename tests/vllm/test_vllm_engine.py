@@ -176,6 +176,10 @@ def test_a_stop_string_is_found_across_an_update(served: Served) -> None:
     [
         ({"options": {"blok_size": 32}}, "options.blok_size: vLLM has no such argument; did you mean 'block_size'"),
         ({"options": {"block_size": "many"}}, "vLLM refuses it, with options {'block_size': 'many'}"),
+        (
+            {"options": {"enable_chunked_prefill": True}},
+            "options.enable_chunked_prefill is True, but on a CPU vLLM fails",
+        ),
         ({"tensor_parallel": 2}, "tensor_parallel is 2, but the engine is on a CPU"),
     ],
 )

@@ -31,6 +31,11 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
             f"{at}.tensor_parallel is {settings.tensor_parallel}, but the engine is on a CPU; use tensor_parallel=1, "
             "or cluster.device=cuda"
         )
+    if on_cpu and settings.options.get("enable_chunked_prefill"):
+        raise ConfigError(
+            f"{at}.options.enable_chunked_prefill is {settings.options['enable_chunked_prefill']}, but on a CPU "
+            "vLLM fails at a prompt in chunks if its request has a seed, as all have; leave it out"
+        )
     try:
         return AsyncEngineArgs(**_arguments(settings, parts, on_cpu=on_cpu)).create_engine_config()
     except Exception as error:  # pydantic's, or a ValueError of any of vLLM's own checks.
@@ -47,6 +52,8 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
     free = {
         # Compiling the model takes longer than a small run on a CPU.
         "enforce_eager": on_cpu,
+        # None: vLLM's own choice. On a CPU it fails at a prompt in chunks if its request has a seed, as all have.
+        "enable_chunked_prefill": False if on_cpu else None,
         # A model's own generation config must not change how its tokens are drawn.
         "generation_config": "vllm",
         "seed": 0,
@@ -66,8 +73,6 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "weight_transfer_config": WeightTransferConfig(backend="flexmarl"),
         "worker_extension_cls": _WORKER,
         "disable_log_stats": True,
-        # On a CPU, vLLM fails at a prompt of a request with a seed that it computes in chunks.
-        **({"enable_chunked_prefill": False} if on_cpu else {}),
         # The canary of a version does not wait for the requests that wait.
         "scheduling_policy": "priority",
         **(_of_adapters(settings.adapters, versions=parts.versions) if settings.adapters else {}),
