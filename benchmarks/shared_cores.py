@@ -1,5 +1,4 @@
-"""Threads that sleep while they wait for each other (`OMP_WAIT_POLICY=PASSIVE`, as in processes of ray) or
-spin for a while first, which is OpenMP's default.
+"""Threads that sleep while they wait (`OMP_WAIT_POLICY=PASSIVE`, as in processes of ray) or spin, OpenMP's default.
 
     python benchmarks/shared_cores.py --json
 
