@@ -36,6 +36,10 @@ STYLE: Any = {
 }
 LABEL_GAP = 0.085
 """Least distance of two labels, as a share of a panel's height; less and they touch."""
+CELL, HEAD, FOOT = (4.2, 2.5), 0.35, 0.25
+"""Inches: width and height of a panel with all around it, and what the page has above and below the panels."""
+LEFT, ABOVE, BELOW, LETTER = 0.55, 0.3, 0.25, 0.07
+"""Inches beside a panel: its ticks, its title, its ticks below; and a letter of the labels on its right."""
 
 Points = list[tuple[int, float]]
 
@@ -107,8 +111,9 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
     rows = max(1, -(-len(panels) // columns))
     agents = sorted({name for panel in panels if panel.title.startswith("Reward") for name in panel.names})
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * columns, 2.5 * rows + 0.5), dpi=140, layout="constrained")
+        figure = Figure(figsize=(CELL[0] * columns, CELL[1] * rows + HEAD + FOOT), dpi=120)
         FigureCanvasAgg(figure)
+        _leave_room(figure, panels, rows, columns)
         figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel("step     thin: each step, thick: moving average, dots: held-out tasks", fontsize=8.5)
         for index, panel in enumerate(panels):
@@ -116,6 +121,21 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
             axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
             _draw(axes, panel, _colours(panel.names, agents))
         figure.savefig(path)
+
+
+def _leave_room(figure: Figure, panels: Sequence[Panel], rows: int, columns: int) -> None:
+    """Places the panels. Matplotlib's own layouts measure every text, which takes longer than all the rest."""
+    labels = [len(name) for panel in panels if len(panel.names) > 1 for name in panel.names]
+    right = 0.15 + LETTER * max(labels, default=0)
+    width, height = figure.get_size_inches()
+    figure.subplots_adjust(
+        left=LEFT / width,
+        right=1 - right / width,
+        top=1 - (HEAD + ABOVE) / height,
+        bottom=(FOOT + BELOW) / height,
+        wspace=(LEFT + right) / (CELL[0] - LEFT - right),
+        hspace=(ABOVE + BELOW) / (CELL[1] - ABOVE - BELOW),
+    )
 
 
 def _draw(axes: Axes, panel: Panel, colours: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ TOKENIZERS = {
     for maker in MAKERS
     for template in (samples.CHATML, samples.TERSE, samples.TRIMS_AND_ALTERNATES, samples.NEXT_SPEAKER_ENDS)
 }
-RENDERERS = {key: ChatRenderer(tokenizer) for key, tokenizer in TOKENIZERS.items()}
+RENDERERS = samples.Renderers(TOKENIZERS)
 ALWAYS = {(role, thought) for role in ("user", "tool") for thought in (False, True)}
 
 

@@ -38,7 +38,7 @@ TEMPLATES = {
     "side by side": samples.SIDE_BY_SIDE,
 }
 TOKENIZERS = {(maker, name): MAKERS[maker](template) for maker in MAKERS for name, template in TEMPLATES.items()}
-RENDERERS = {key: ChatRenderer(tokenizer) for key, tokenizer in TOKENIZERS.items()}
+RENDERERS = samples.Renderers(TOKENIZERS)
 BACKEND = samples.characters().backend_tokenizer
 SPELLINGS = (*samples.SPECIAL, "<|im_end|>", "</tool>")
 
