@@ -113,8 +113,9 @@ def trouble_rows(troubles: Mapping[str, Any]) -> dict[str, str]:
     if not troubles:
         return rows
     if troubles["failed"] or troubles["failures"]:
-        reasons = in_words(troubles["failures"], 5)
-        rows["failed"] = f"{troubles['failed']} of {troubles['episodes']} episodes: {reasons}"
+        reasons, again = in_words(troubles["failures"], 5), sum(troubles["failures"].values()) - troubles["failed"]
+        others = f", and {again} of groups that were played again" if again > 0 else ""
+        rows["failed"] = f"{troubles['failed']} of {troubles['episodes']} episodes{others}: {reasons}"
     if (evaluation := troubles["evaluation"]) and evaluation["failed"]:
         reasons = in_words(evaluation["failures"], 5)
         rows["last evaluation"] = f"{evaluation['failed']} of {evaluation['episodes']} episodes failed: {reasons}"
