@@ -1,8 +1,8 @@
 """Demonstrations for the cold start of the code team: the form of expressions and choices, and a hint of what is right.
 
-A demonstrated expression is the right one in 40% of the cases, and else drawn at random; with random ones alone, the
-team was seen to settle for one operator. A demonstrated tester picks an example that tells a wrong expression from the
-right one in 40% of the cases, and else any.
+A demonstrated expression is right in 40% of the cases: a quarter are meant to be, the others are drawn at random. With
+random ones alone, the team was seen to settle for one operator. A demonstrated tester picks an example that tells a
+wrong expression from the right one in a quarter of the cases, and else any.
 """
 
 import random
@@ -12,7 +12,7 @@ from examples.code_team.workflow import question, review
 
 Message = dict[str, str]
 """`{"role": ..., "content": ...}`; what an assistant says is what the model is trained to say."""
-HINT = 0.4
+HINT = 0.25
 """Share of choices that are right whatever is drawn."""
 
 

@@ -2,7 +2,7 @@
 
     python -m examples.code_team.make_seed [folder]
 
-About four minutes on one core. The same kind of machine gives the same model, bit for bit.
+Half an hour on one core of a slow machine. The same kind of machine gives the same model, bit for bit.
 """
 
 import sys
@@ -18,7 +18,7 @@ MODEL = partial(small_qwen3, hidden=128, inner=256, layers=3, positions=96, thet
 
 def main(folder: str | Path = SEED_MODEL) -> None:
     """Trains and saves."""
-    cold_start(folder, MODEL, demonstration, updates=2000, batch=32, rate=3e-3, warmup=50)
+    cold_start(folder, MODEL, demonstration, updates=12_000, batch=32, rate=3e-3, warmup=50)
 
 
 if __name__ == "__main__":
