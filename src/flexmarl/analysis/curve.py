@@ -113,7 +113,7 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(CELL[0] * columns, CELL[1] * rows + HEAD + FOOT), dpi=120)
         FigureCanvasAgg(figure)
-        _leave_room(figure, panels, rows, columns)
+        _leave_room(figure, panels)
         figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel("step     thin: each step, thick: moving average, dots: held-out tasks", fontsize=8.5)
         for index, panel in enumerate(panels):
@@ -123,19 +123,16 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
         figure.savefig(path)
 
 
-def _leave_room(figure: Figure, panels: Sequence[Panel], rows: int, columns: int) -> None:
+def _leave_room(figure: Figure, panels: Sequence[Panel]) -> None:
     """Places the panels. Matplotlib's own layouts measure every text, which takes longer than all the rest."""
     labels = [len(name) for panel in panels if len(panel.names) > 1 for name in panel.names]
     right = 0.15 + LETTER * max(labels, default=0)
     width, height = figure.get_size_inches()
     figure.subplots_adjust(
-        left=LEFT / width,
-        right=1 - right / width,
-        top=1 - (HEAD + ABOVE) / height,
-        bottom=(FOOT + BELOW) / height,
-        wspace=(LEFT + right) / (CELL[0] - LEFT - right),
-        hspace=(ABOVE + BELOW) / (CELL[1] - ABOVE - BELOW),
+        left=LEFT / width, right=1 - right / width, top=1 - (HEAD + ABOVE) / height, bottom=(FOOT + BELOW) / height
     )
+    wide, high = CELL[0] - LEFT - right, CELL[1] - ABOVE - BELOW
+    figure.subplots_adjust(wspace=(LEFT + right) / wide, hspace=(ABOVE + BELOW) / high)
 
 
 def _draw(axes: Axes, panel: Panel, colours: Mapping[str, Any]) -> None:

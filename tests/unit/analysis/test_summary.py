@@ -329,7 +329,6 @@ def test_episodes_that_failed_in_the_last_evaluation_or_were_stopped_have_rows()
 
 def test_episodes_of_groups_that_were_played_again_are_told_apart_from_those_that_are_missing():
     troubles = Troubles().as_json({"rollout/episodes": 96.0, "rollout/failed_episodes": 2.0})
-    found = troubles | {"failures": {"timed_out": 8, "ValueError: boom": 2}}
     words = "2 of 96 episodes, and 8 of groups that were played again: 8 timed_out, 2 ValueError: boom"
-    assert trouble_rows(found) == {"failed": words}
+    assert trouble_rows(troubles | {"failures": {"timed_out": 8, "ValueError: boom": 2}}) == {"failed": words}
     assert trouble_rows(troubles | {"failures": {"timed_out": 2}}) == {"failed": "2 of 96 episodes: timed_out"}
