@@ -126,7 +126,7 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
 def _leave_room(figure: Figure, panels: Sequence[Panel]) -> None:
     """Places the panels. Matplotlib's own layouts measure every text, which takes longer than all the rest."""
     labels = [len(name) for panel in panels if len(panel.names) > 1 for name in panel.names]
-    right = 0.15 + LETTER * max(labels, default=0)
+    right = 0.15 + LETTER * min(max(labels, default=0), 24)
     width, height = figure.get_size_inches()
     figure.subplots_adjust(
         left=LEFT / width, right=1 - right / width, top=1 - (HEAD + ABOVE) / height, bottom=(FOOT + BELOW) / height

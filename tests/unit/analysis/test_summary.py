@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 from rich.console import Console
 
-from flexmarl.analysis.curve import panels_of, smooth, spread
+from flexmarl.analysis.curve import draw_curve, panels_of, smooth, spread
 from flexmarl.analysis.intervals import share, shares_differ
 from flexmarl.analysis.summary import History, Summary, render_pictures, render_summary, summarise
 from flexmarl.analysis.tables import summary_table
@@ -332,3 +332,8 @@ def test_episodes_of_groups_that_were_played_again_are_told_apart_from_those_tha
     words = "2 of 96 episodes, and 8 of groups that were played again: 8 timed_out, 2 ValueError: boom"
     assert trouble_rows(troubles | {"failures": {"timed_out": 8, "ValueError: boom": 2}}) == {"failed": words}
     assert trouble_rows(troubles | {"failures": {"timed_out": 2}}) == {"failed": "2 of 96 episodes: timed_out"}
+
+
+def test_a_curve_has_room_for_panels_however_long_names_are(tmp_path: Path):
+    draw_curve({1: {f"team/tokens/{'x' * length}": 3.0 for length in (90, 91)}}, tmp_path / "curve.png", "run")
+    assert (tmp_path / "curve.png").stat().st_size > 1000
