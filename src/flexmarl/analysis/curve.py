@@ -4,6 +4,7 @@ Thin lines show single steps, thick lines their moving average, dots the evaluat
 same colour in every panel. The colours of numbered members (levels, hops) go from dark to light.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator
 
 from flexmarl.analysis.timeline import natural
@@ -36,10 +38,8 @@ STYLE: Any = {
 }
 LABEL_GAP = 0.085
 """Least distance of two labels, as a share of a panel's height; less and they touch."""
-CELL, HEAD, FOOT = (4.2, 2.5), 0.35, 0.25
-"""Inches: width and height of a panel with all around it, and what the page has above and below the panels."""
-LEFT, ABOVE, BELOW, LETTER = 0.55, 0.3, 0.25, 0.07
-"""Inches beside a panel: its ticks, its title, its ticks below; and a letter of the labels on its right."""
+CELL, TOP, BOTTOM, LEFT, BETWEEN = (4.2, 2.5), 0.65, 0.5, 0.55, 0.55
+"""Inches: a panel with all around it; what is above and below all panels, left of each, and between two rows."""
 
 Points = list[tuple[int, float]]
 
@@ -111,7 +111,7 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
     rows = max(1, -(-len(panels) // columns))
     agents = sorted({name for panel in panels if panel.title.startswith("Reward") for name in panel.names})
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(CELL[0] * columns, CELL[1] * rows + HEAD + FOOT), dpi=120)
+        figure = Figure(figsize=(CELL[0] * columns, CELL[1] * rows + TOP + BOTTOM - BETWEEN), dpi=120)
         FigureCanvasAgg(figure)
         _leave_room(figure, panels)
         figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold")
@@ -124,15 +124,12 @@ def draw_curve(steps: Mapping[int, Mapping[str, float]], path: Path, title: str)
 
 
 def _leave_room(figure: Figure, panels: Sequence[Panel]) -> None:
-    """Places the panels. Matplotlib's own layouts measure every text, which takes longer than all the rest."""
-    labels = [len(name) for panel in panels if len(panel.names) > 1 for name in panel.names]
-    right = 0.15 + LETTER * min(max(labels, default=0), 24)
-    width, height = figure.get_size_inches()
-    figure.subplots_adjust(
-        left=LEFT / width, right=1 - right / width, top=1 - (HEAD + ABOVE) / height, bottom=(FOOT + BELOW) / height
-    )
-    wide, high = CELL[0] - LEFT - right, CELL[1] - ABOVE - BELOW
-    figure.subplots_adjust(wspace=(LEFT + right) / wide, hspace=(ABOVE + BELOW) / high)
+    """Places the panels. Matplotlib's own layouts measure every text, which takes as long as all the rest."""
+    labels = {_label(name) for panel in panels if len(panel.names) > 1 for name in panel.names}
+    points = (TextPath((0, 0), label, size=STYLE["font.size"]).get_extents().width for label in labels)
+    (width, height), right = figure.get_size_inches(), 0.2 + max(points, default=0) / 72
+    figure.subplots_adjust(left=LEFT / width, right=1 - right / width, wspace=1 / (CELL[0] / (LEFT + right) - 1))
+    figure.subplots_adjust(top=1 - TOP / height, bottom=BOTTOM / height, hspace=1 / (CELL[1] / BETWEEN - 1))
 
 
 def _draw(axes: Axes, panel: Panel, colours: Mapping[str, Any]) -> None:
@@ -161,7 +158,7 @@ def _draw(axes: Axes, panel: Panel, colours: Mapping[str, Any]) -> None:
         low, high = axes.get_ylim()
         places = spread([(end - low) / (high - low) for end in ends.values()], LABEL_GAP)
         for name, place in zip(ends, places, strict=True):
-            axes.text(1.02, place, _words(name), color=colours[name], transform=axes.transAxes, va="center")
+            axes.text(1.02, place, _label(name), color=colours[name], transform=axes.transAxes, va="center")
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -207,3 +204,8 @@ def _colours(names: Sequence[str], agents: Sequence[str]) -> dict[str, Any]:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def _label(name: str) -> str:
+    """A long name's beginning and end, where names of one panel differ: 24 letters, which leave a panel its place."""
+    return re.sub("^(.{11}).{2,}(.{12})$", r"\1…\2", _words(name))

@@ -14,7 +14,6 @@ TOKENIZERS = {
     for maker in MAKERS
     for template in (samples.CHATML, samples.TERSE, samples.TRIMS_AND_ALTERNATES, samples.NEXT_SPEAKER_ENDS)
 }
-RENDERERS = samples.Renderers(TOKENIZERS)
 ALWAYS = {(role, thought) for role in ("user", "tool") for thought in (False, True)}
 
 
@@ -45,7 +44,7 @@ words = st.text(st.sampled_from("ab1+.é中"), min_size=1, max_size=6)
 )
 @settings(max_examples=60, deadline=None)
 def test_a_conversation_that_grows_has_the_ids_of_one_that_is_rendered_anew(maker, template, system, question, rounds):
-    renderer, tokenizer = RENDERERS[maker, template], TOKENIZERS[maker, template]
+    renderer, tokenizer = samples.with_renderer(TOKENIZERS[maker, template])
     messages = [*([Message("system", system)] if system is not None else []), Message("user", question)]
     prompt = renderer.render(messages)
     canonical = True
@@ -73,7 +72,7 @@ def test_a_conversation_that_grows_has_the_ids_of_one_that_is_rendered_anew(make
 @settings(max_examples=30, deadline=None)
 def test_a_template_without_system_and_tool_roles_says_their_words_as_the_user(maker, question, said, observation):
     key = maker, samples.TRIMS_AND_ALTERNATES
-    renderer, tokenizer = RENDERERS[key], TOKENIZERS[key]
+    renderer, tokenizer = samples.with_renderer(TOKENIZERS[key])
     assert renderer.extension.summary == "every prompt extends the one before"
     prompt = renderer.render([Message("system", "solve"), Message("user", question)])
     assert prompt.tolist() == template_ids(tokenizer, [Message("user", f"solve\n\n{question}")])
@@ -85,7 +84,7 @@ def test_a_template_without_system_and_tool_roles_says_their_words_as_the_user(m
 
 
 def test_every_special_token_that_may_end_a_turn_stops_sampling():
-    renderer, tokenizer = (side["characters", samples.NEXT_SPEAKER_ENDS] for side in (RENDERERS, TOKENIZERS))
+    renderer, tokenizer = samples.with_renderer(TOKENIZERS["characters", samples.NEXT_SPEAKER_ENDS])
     user, tool, eos = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>", "<|im_end|>"])
     assert renderer.stop_ids == tuple(sorted((user, tool, eos)))
     prompt, said = renderer.render([Message("user", "hi")]), renderer.encode("ok")
@@ -130,7 +129,7 @@ def test_a_template_that_is_filled_in_says_what_it_would_if_it_were_run(template
 
 
 def test_an_empty_response_is_extended_too():
-    renderer, tokenizer = (side["byte_pairs", samples.CHATML] for side in (RENDERERS, TOKENIZERS))
+    renderer, tokenizer = samples.with_renderer(TOKENIZERS["byte_pairs", samples.CHATML])
     messages = [Message("user", "hi"), Message("assistant", ""), Message("user", "well?")]
     extended = renderer.extend(renderer.render(messages[:1]), sampled([]), messages[2])
     assert extended is not None
@@ -163,7 +162,7 @@ def test_an_end_token_that_eats_the_space_before_it_is_found_out():
 
 
 def test_a_response_of_ids_that_no_tokenizer_would_choose_is_kept_as_sampled():
-    renderer = RENDERERS["byte_pairs", samples.CHATML]
+    renderer = samples.with_renderer(TOKENIZERS["byte_pairs", samples.CHATML])[0]
     odd = [token for character in "The answer is 7." for token in renderer.encode(character)]
     assert odd != renderer.encode("The answer is 7.")
     prompt = renderer.render([Message("user", "hi")])
@@ -173,7 +172,7 @@ def test_a_response_of_ids_that_no_tokenizer_would_choose_is_kept_as_sampled():
 
 
 def test_a_rendered_prompt_cannot_be_written_to():
-    prompt = RENDERERS["characters", samples.CHATML].render([Message("user", "hi")])
+    prompt = samples.with_renderer(TOKENIZERS["characters", samples.CHATML])[0].render([Message("user", "hi")])
     with pytest.raises(ValueError, match="read-only"):
         prompt[0] = 0
 
@@ -200,7 +199,7 @@ def test_a_template_that_cannot_say_a_users_words_is_refused():
 @settings(max_examples=20, deadline=None)
 @given(results=st.lists(st.text(alphabet="0123456789 ab", min_size=1, max_size=60), min_size=1, max_size=3))
 def test_results_are_found_again_in_the_text_by_which_a_prompt_is_extended(key, results):
-    renderer, tokenizer = RENDERERS[key], TOKENIZERS[key]
+    renderer, tokenizer = samples.with_renderer(TOKENIZERS[key])
     answers = [Message("tool", result, name="calculator") for result in results]
     said = np.array(renderer.encode("calc(1)"), np.int32)
     prompt = renderer.extend(np.zeros(0, np.int32), said, *answers)

@@ -1,28 +1,20 @@
 """Small real tokenizers, with chat templates of the kinds that are in use."""
 
-from collections.abc import Hashable, Mapping
 from functools import cache
 from pathlib import Path
 from string import printable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from flexmarl.agents.chat import ChatRenderer
 
-K = TypeVar("K", bound=Hashable)
 
-
-class Renderers(dict[K, ChatRenderer]):
-    """Renderers by the keys of their tokenizers, each made when a test asks for it: every process reads every file."""
-
-    def __init__(self, tokenizers: Mapping[K, PreTrainedTokenizerFast]) -> None:
-        super().__init__()
-        self._tokenizers = tokenizers
-
-    def __missing__(self, key: K) -> ChatRenderer:
-        return self.setdefault(key, ChatRenderer(self._tokenizers[key]))
+@cache
+def with_renderer(tokenizer: PreTrainedTokenizerFast) -> tuple[ChatRenderer, PreTrainedTokenizerFast]:
+    """Makes the renderer when a test first asks for it: every process of the tests reads every file."""
+    return ChatRenderer(tokenizer), tokenizer
 
 
 CHATML = (
