@@ -19,11 +19,14 @@ A failed episode is a record; a failed step is an exception. Cancellation is nei
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import requires
 from traceback import walk_tb
-from types import ModuleType
+from types import FrameType, ModuleType
+
+from flexmarl.imports import collected_later
 
 MAX_TEXT = 10_000
 """Characters of an error's text that are kept."""
@@ -151,6 +154,16 @@ def place_of(error: BaseException) -> str:
             return found
         innermost = innermost or next((_as_place(*line) for line in reversed(lines)), "")
     return innermost
+
+
+def frame_of(thread: int | None) -> FrameType | None:
+    """The frame that a thread runs now; None if it has ended.
+
+    Python before 3.11.9 makes objects while it holds a lock that a thread needs to start. A collection at that time may
+    wait for such a thread, and the process stands still for ever (issue 106883 of CPython).
+    """
+    with collected_later():
+        return sys._current_frames().get(thread or 0)  # noqa: TID251
 
 
 def users_line(lines: Sequence[tuple[str, int]]) -> str:

@@ -1,26 +1,33 @@
-"""Imports of large packages: when they are needed, and without garbage collection.
+"""Imports of large packages, when they are needed. Blocks without garbage collection, as imports should be.
 
 Torch and transformers make hundreds of thousands of objects that stay. A collector that looks through them again and
 again takes a fifth of the time: 1.2 of 5.4 s in the controller, and as much in the process of each resident.
 """
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+_ENTERED: list[bool] = []
+"""For each block of `collected_later` that is entered now, in any thread: True if objects were collected before it."""
+_LOCK = threading.RLock()  # A collection may begin while it is held, and anything may run then.
+
 
 @contextmanager
 def collected_later() -> Iterator[None]:
-    """Suspends garbage collection for the length of a block that imports."""
-    enabled = gc.isenabled()
-    gc.disable()
+    """Suspends garbage collection until this block, and those of other threads at this time, have ended."""
+    with _LOCK:
+        _ENTERED.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _LOCK:
+            if _ENTERED.pop() and not _ENTERED:  # The last one gets what the first one saw.
+                gc.enable()
 
 
 class Lazy:

@@ -1,12 +1,16 @@
 """Any exception of anybody's has a text that can be written anywhere."""
 
+import gc
 import json
+import sys
+import threading
+from types import FrameType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.errors import MAX_TEXT, EngineError, EpisodeError, boundary, cause_of, described, writable
+from flexmarl.errors import MAX_TEXT, EngineError, EpisodeError, boundary, cause_of, described, frame_of, writable
 from flexmarl.events.safe_json import plain
 
 
@@ -62,3 +66,39 @@ def test_the_cause_of_groups_in_groups_is_found_however_deep():
 @pytest.mark.parametrize("value", [10**5000, "\ud83d", "\0", float("nan"), {"\ud83d": 1}], ids=repr_of_kind)
 def test_any_value_goes_into_a_line_of_the_journal(value):
     json.dumps(plain({"value": value}), allow_nan=False).encode()
+
+
+def test_nothing_is_collected_while_the_frames_of_threads_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection there can wait for a thread that waits for the lookup: see `frame_of`."""
+    real, inside, collected = sys._current_frames, [False], list[bool]()
+
+    def looked_up() -> dict[int, FrameType]:
+        inside[0] = True
+        found = [real() for _ in range(50)][-1]  # Objects enough for some collections, if there are any.
+        inside[0] = False
+        return found
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(inside[0])
+
+    monkeypatch.setattr(sys, "_current_frames", looked_up)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    gc.callbacks.append(note)
+    try:
+        [[] for _ in range(100)]
+        assert collected, "the witness: objects are collected all the time"
+        found = frame_of(threading.get_ident())
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert found is not None
+    assert not any(collected)
+
+
+def test_a_thread_that_has_ended_has_no_frame() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert frame_of(thread.ident) is None
+    assert frame_of(None) is None

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,33 @@ def test_collections_go_on_after_the_block_as_before(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+def test_collections_go_on_when_the_last_of_overlapping_blocks_has_ended() -> None:
+    first, second = collected_later(), collected_later()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled(), "the other block has not ended"
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_collections_go_on_after_blocks_of_many_threads() -> None:
+    found: list[bool] = []
+
+    def enter_often() -> None:
+        for _ in range(2_000):
+            with collected_later():
+                found.append(gc.isenabled())
+
+    threads = [threading.Thread(target=enter_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not any(found)
+    assert gc.isenabled()
 
 
 SPY = "import gc\nenabled = gc.isenabled()\ndef make(): return gc.isenabled()\n"

@@ -21,6 +21,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
+from flexmarl.errors import frame_of
+
 T = TypeVar("T")
 
 STOP_WITHIN_S = 8.0
@@ -111,14 +113,14 @@ def _exit_without(stuck: list[threading.Thread], code: int) -> None:
 
 def _interpreter_ends() -> bool:
     """True if the main thread has left the program and waits for other threads. False in a test that runs a command."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frame_of(threading.main_thread().ident)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame is None or (frame.f_code.co_name, frame.f_code.co_filename) == ("_shutdown", threading.__file__)
 
 
 def _main_thread_place() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frame_of(threading.main_thread().ident)
     if frame is None:
         return "its main thread has ended"
     place = traceback.extract_stack(frame)[-1]

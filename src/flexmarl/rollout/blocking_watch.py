@@ -9,14 +9,13 @@ unblocked by time
 """
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from flexmarl.errors import users_line
+from flexmarl.errors import frame_of, users_line
 from flexmarl.events.event import Events
 from flexmarl.events.run_events import LoopBlocked
 
@@ -80,7 +79,7 @@ class BlockingWatch:
 
     def _place(self) -> str:
         """The innermost line of user code that the loop runs now; empty if it runs none."""
-        frame, lines = sys._current_frames().get(self._loop_thread), list[tuple[str, int]]()
+        frame, lines = frame_of(self._loop_thread), list[tuple[str, int]]()
         while frame is not None and frame.f_code is not _CALLBACK:
             lines.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
