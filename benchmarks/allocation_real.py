@@ -80,7 +80,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         first = settings_of("fewer", FITTED_SEED, chosen.steps, out)
         folder = measured_run(first)
-        fit = {key: of for key, of in as_settings(fitted(first, folder), folder).items() if key != "recorded"}
+        fit = {
+            key: of for key, of in as_settings(fitted(first, folder, given=first), folder).items() if key != "recorded"
+        }
         for of_policy in fit["costs"].values():
             of_policy["engine"] |= SLEEP
         for seed in range(1, chosen.repeats + 1):

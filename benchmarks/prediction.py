@@ -67,7 +67,7 @@ def main() -> None:
             for change, overrides in CHANGES.items():
                 folders[change].append(measured_run(load_run(CONFIG, [*common, *overrides])))
         base = folders[FITTED]
-        fits = [(fitted(load_run(folder.config), folder), folder) for folder in base]
+        fits = [(fitted(config := load_run(folder.config), folder, given=config), folder) for folder in base]
         rows, ratios = [], {}
         for change, overrides in CHANGES.items():
             predictions = [

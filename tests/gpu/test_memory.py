@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmarl.assemble.needed_memory import BYTES, TRAINER_BYTES
+from flexmarl.assemble.needed_memory import BYTES
 from flexmarl.cluster.concurrency import DeviceThread
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.testing.training import sample_of
@@ -16,6 +16,9 @@ from flexmarl.training.settings import Dtype, TrainingSettings
 from tests.gpu.models import SOLVER, engine, micro_batches, qwen3, requests
 
 pytestmark = pytest.mark.gpu
+TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}
+"""Bytes per trained parameter: weight, gradient, gradient sum and AdamW's two moments. In bfloat16 all but the weight
+are float32, and there is a float32 master weight."""
 ROUNDED = 2**20
 """Bytes by which small tensors may differ: torch gives memory out in blocks of 512 bytes, kernels keep workspaces."""
 

@@ -1,5 +1,7 @@
 """`flexmarl simulate` of teams with tools: what it lacks is said at once, and a fit of a real run has its tools."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,20 @@ CODE = '''
 import time
 from typing import Literal
 
+from flexmarl.agents import workflow
 from flexmarl.tools import SyntaxBase, ToolCall, syntax, tool
+
+
+@workflow("searching")
+async def searching(task, team):
+    """Paid by the number of hits; a result without one fails the episodes of long replies."""
+    reply = await team.solver.act(task.prompt)
+    found = [use.result for use in reply.calls]
+    hits = 0
+    if found and (found[0] != "none" or len(reply.calls[0].argument) > 4):
+        hits = int(found[0].split()[0])
+    reply.reward(hits % 3)
+    team.report(success=float(hits % 3 > 0))
 
 
 @syntax
@@ -87,6 +102,13 @@ def trained(config: Path, *words: str) -> Path:
     return Path(run("train", config, *words).splitlines()[-1])
 
 
+def rewards_of(folder: Path) -> dict[str, float]:
+    """The mean reward of each group that was compared."""
+    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    credited = [event for event in events if event["event"] == "credited"]
+    return {str(event["groups"]): event["parts"]["solver"]["means"]["outcome"] for event in credited}
+
+
 def test_a_fit_has_the_latency_of_the_recorded_calls_and_is_compared(with_tools: Path) -> None:
     folder = trained(with_tools)
     text = run("simulate", "--fit", folder)
@@ -112,6 +134,30 @@ def test_a_tool_that_was_never_called_is_named_and_the_fit_is_written(with_tools
     tools = yaml.safe_load((folder / "fitted.yaml").read_text())["simulation"]["tools"]
     assert [*tools] == ["slow_search", "never_called"]
     assert tools["never_called"]["result"] == "nothing"
+
+
+def test_a_tool_that_is_called_for_real_takes_the_recorded_time_and_earns_the_recorded_rewards(
+    with_tools: Path,
+) -> None:
+    own = "simulation.tools.slow_search={latency_s: 7.0, result: real}"
+    folder = trained(with_tools, own, "team.workflow.name=searching")
+    text = run("simulate", "--fit", folder)
+    twin = yaml.safe_load((folder / "fitted.yaml").read_text())["simulation"]["tools"]["slow_search"]
+    assert twin["result"] == "real"
+    assert 0.05 <= twin["latency_s"]["mean"] < 7.0, "that of the record"
+    simulation = Path(text.splitlines()[-1].removeprefix("simulation: "))
+    assert rewards_of(simulation) == rewards_of(folder) != {}
+    assert "episodes failed" not in text
+    given = run("simulate", "--fit", folder, "simulation.tools.slow_search.latency_s=9")
+    assert "9" in next(line for line in given.splitlines() if "tools.slow_search.latency_s.mean" in line).split()[-1:]
+
+
+def test_failed_episodes_of_a_simulation_are_counted_in_a_caution(with_tools: Path) -> None:
+    fixed = "simulation={replies: {solver: {type: lengths, mean: 4}}, tools: {slow_search: {result: none}}}"
+    text = run("simulate", with_tools, fixed, "team.workflow.name=searching", "steps=1")
+    assert re.search(
+        r"caution: \d+ episodes failed, which cost less time: ValueError: .*'none' \(search.py:\d+\)", text
+    )
 
 
 PURE = [

@@ -2,12 +2,43 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import run_commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("steps=1", "batch.groups=2", "batch.episodes=4")
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind in the journal of a run."""
+    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("example", "agents"),
+    [
+        ("code_team", ("coder", "tester")),
+        ("sql_team", ("writer", "checker")),
+        ("search_team", ("searcher", "answerer")),
+    ],
+)
+def test_a_simulation_of_recorded_replies_scores_and_calls_for_real(example, agents, tmp_path, sandbox):
+    train = ("train", str(EXAMPLES / example / "cpu.yaml"), *SMALL, "evaluate.tasks=0", f"out={tmp_path}/out")
+    (said,) = run_commands(train, cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    (folder,) = (tmp_path / "out").iterdir()
+    (fitted,) = run_commands(("simulate", "--fit", str(folder)), cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert b"episodes failed" not in fitted.stdout
+    (simulation,) = (found for found in (tmp_path / "out").iterdir() if found != folder)
+    earned = [{str(one["groups"]): one["parts"] for one in events_of(run, "credited")} for run in (folder, simulation)]
+    assert earned[0] == earned[1]
+    assert earned[0]
+    assert all(parts.keys() >= set(agents) for parts in earned[0].values())
 
 
 @pytest.mark.parametrize(("config", "todo"), [("cpu.yaml", b"nothing to do"), ("gpu.yaml", b"to do")])
@@ -20,10 +51,8 @@ def test_the_configs_of_the_code_team_are_right(config, todo, tmp_path, sandbox)
 
 @pytest.mark.parametrize("workflow", ["code_team", "code_team_never_again", "code_team_shuffled_rewards"])
 def test_the_code_team_trains(workflow, tmp_path, sandbox):
-    small = ("steps=1", "batch.groups=2", "batch.episodes=4", "evaluate.tasks=4", f"team.workflow.name={workflow}")
-    (said,) = run_commands(
-        ("train", str(EXAMPLES / "code_team" / "cpu.yaml"), *small, f"out={tmp_path}/out"), cwd=tmp_path
-    )
+    small = (*SMALL, "evaluate.tasks=4", f"team.workflow.name={workflow}", f"out={tmp_path}/out")
+    (said,) = run_commands(("train", str(EXAMPLES / "code_team" / "cpu.yaml"), *small), cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     (folder,) = (tmp_path / "out").iterdir()
     steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -67,6 +67,15 @@ def test_a_run_without_boxed_tools_needs_no_bubblewrap(small_run, tmp_path, monk
     assert check_sandbox_of(load_run(small_run, ["team.agents.solver.tools=[{type: calculator}]"])) == []
 
 
+@pytest.mark.without_bwrap
+def test_a_simulation_needs_boxes_only_for_what_it_calls_for_real(small_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", path_with(tmp_path / "programs", None))
+    simulated = [TOOL, "cluster.backend=simulated"]
+    assert check_sandbox_of(load_run(small_run, [*simulated, "simulation.tools.python.result=done"])) == []
+    with pytest.raises(ConfigError, match="solver's python would run code of a model"):
+        check_sandbox_of(load_run(small_run, [*simulated, "simulation.tools.python.result=real"]))
+
+
 @pytest.mark.parametrize(("lacking", "named"), [("no user namespaces", "network"), ("no seccomp", "syscalls")])
 def test_what_is_missing_is_named(lacking, named, small_run, tmp_path, monkeypatch, sandbox):
     monkeypatch.setenv("PATH", path_with(tmp_path / "programs", WRAPPER[lacking]))

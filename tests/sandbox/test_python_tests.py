@@ -275,6 +275,7 @@ def test_a_simulation_refuses_a_scorer_that_needs_boxes(with_tests, tmp_path):
     (said,) = run_commands(("simulate", *with_tests), cwd=tmp_path)
     assert said.returncode == 2
     assert b"virtual time cannot wait" in said.stderr
+    assert b"simulation.score_s=0.1" in said.stderr
 
 
 @pytest.mark.without_bwrap

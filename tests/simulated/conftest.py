@@ -26,10 +26,11 @@ from flexmarl.events.group_events import GroupFailed, GroupFiltered
 from flexmarl.events.run_events import StepEnded, StoreRewound
 from flexmarl.testing.faults.faulty import AroundStore, SlowStore
 from flexmarl.testing.faults.laws import broken
-from flexmarl.testing.faults.story import Story, story_of
+from flexmarl.testing.faults.story import Story
 from flexmarl.testing.faults.watched import Killed, MortalEvents, Pulse
 from flexmarl.testing.scripted_run import ScriptedRun, watched_trainer
 from flexmarl.testing.training import FakeTrainer
+from tests.simulated.stories import story_of
 
 FAULTS = ("raised", "no reward", "longer than", "was aborted", "scripted failure", "lost")
 AGENTS = {"solver": "solver", "verifier": "verifier", "judge": "frozen"}

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 
 from flexmarl.events.group_events import GroupAdmitted, GroupFailed, GroupFiltered, GroupReady
 from flexmarl.records import FinishReason, RowState
-from flexmarl.testing.faults.story import Story, story_of
+from flexmarl.testing.faults.story import Story
 from tests.simulated.conftest import FAULTS, Schedule, examples, keep_every_law, many, played, schedules
+from tests.simulated.stories import story_of
 
 ENDINGS = ("group_retried", "group_failed", "group_filtered", "group_ready", "trained")
 

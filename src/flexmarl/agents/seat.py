@@ -337,12 +337,7 @@ class Seat:
         return act
 
     async def _compact(
-        self,
-        conversation: Conversation,
-        act: Act,
-        work: _Work,
-        heard: Sequence[Message],
-        compact: CompactSettings,
+        self, conversation: Conversation, act: Act, work: _Work, heard: Sequence[Message], compact: CompactSettings
     ) -> Act:
         """Asks the agent for a summary, from which the conversation goes on."""
         system = [one for one in conversation.messages if one.role == "system"]

@@ -12,6 +12,7 @@ engine was given, and the ids of its reply those that it sampled.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import fsum
 
 import numpy as np
@@ -116,7 +117,6 @@ class LogprobSummary:
     least: float
     raw_mean: float
     """Under the model's own distribution: temperature 1, no filters."""
-    raw_least: float
     largest_gap: float
     """Largest absolute difference of the two, over the tokens."""
 
@@ -425,11 +425,11 @@ def _tools(
     act = [one for one in rows if one.agent == row.agent and _act(one) == _act(row)]
     place = act.index(row)
     following = act[place + 1] if place + 1 < len(act) else None
-    if syntax is None or "text" not in row.values:
+    if syntax is None or "text" not in row.values or (following is not None and _continues(following, row, prompts)):
         return
     text = row.values["text"]
-    for earlier in reversed(act[:place]):
-        if "text" not in earlier.values or syntax.parse(earlier.values["text"]):
+    for later, earlier in pairwise(act[place::-1]):
+        if "text" not in earlier.values or not _continues(later, earlier, prompts):
             break
         text = earlier.values["text"] + text
     calls = syntax.parse(text[spoken_from(text) :])
@@ -450,6 +450,13 @@ def _tools(
         yield CalledTool(names[index], argument, result, seconds, prompt=whole is not None and not results)
 
 
+def _continues(row: Row, before: Row, prompts: Mapping[SampleId, IntArray]) -> bool:
+    """True if a call goes on with the message of the one before: its prompt is that prompt and its reply."""
+    prompt = prompts[row.sample_id]
+    said = np.concatenate([prompts[before.sample_id], _ids(before, "response_ids")])
+    return len(prompt) > 0 and np.array_equal(prompt, said)
+
+
 def _act(row: Row) -> int:
     act_hop = row.values.get("act_hop")
     return split_sample_id(row.sample_id)[1] if act_hop is None else act_hop
@@ -461,6 +468,5 @@ def _logprobs(row: Row) -> LogprobSummary:
         mean=float(sampled.mean()),
         least=float(sampled.min()),
         raw_mean=float(raw.mean()),
-        raw_least=float(raw.min()),
         largest_gap=float(np.abs(sampled - raw).max()),
     )

@@ -118,12 +118,12 @@ class Fit:
         return calls | {f"micro-batches of '{policy}'": one.micro_batch_error for policy, one in self.quality.items()}
 
 
-def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bool = True) -> Fit:
+def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, tool_s: Mapping[str, float] | None = {}) -> Fit:
     """Fits every policy of the run. Raises ConfigError if a policy has fewer than LEAST_CALLS calls.
 
-    `slots` gives the slots of an instance, by policy. With `pauses`, the time between an answer and the next call is
-    the controller's: it is added to `call_s`. Pass False if tools take this time, since a simulation models tools
-    separately.
+    `slots` gives the slots of an instance, by policy; `tool_s` the seconds of tools before a call, by request. The rest
+    of the time between an answer and the next call is the controller's: it is added to `call_s`. `tool_s` None: tools
+    took time, nobody knows how much, and nothing is added.
     """
     calls = Counter[str](call.policy for call in facts.calls)
     for policy in slots:
@@ -133,7 +133,7 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
                 f"fit its costs; give a run with more steps"
             )
     trainers = TrainerFit(facts)
-    engines = EngineFit(facts, slots, pauses=pauses)
+    engines = EngineFit(facts, slots, tool_s)
     batches = Counter[str](batch.policy for batch in facts.micro_batches)
     costs = {
         policy: CostSettings(
@@ -164,21 +164,23 @@ def fit_costs(facts: Facts, slots: Mapping[str, int], *, origin: str, pauses: bo
 def fit_tools(messages: Iterable[Sequence[CalledTool]]) -> dict[str, dict[str, Any]]:
     """Fits twins to the calls of recorded messages, by tool: a lognormal latency, and a result of middle length.
 
-    The calls of a message run at once, so each is taken to last as long as the message's. Calls that were at fault are
-    left out, as most of them ended at once.
+    Calls of a message run at once: each is taken to last as long as all of them. Those at fault, most of which end at
+    once, and those that were not run are left out. A tool whose results no agent read has none.
     """
-    found: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+    found: defaultdict[str, list[tuple[str | None, float]]] = defaultdict(list)
     for call in (call for message in messages for call in message):
-        if call.name and call.result is not None and not call.result.startswith("error: "):
+        run = call.seconds > 0 if call.result is None else not call.result.startswith("error: ")
+        if call.name and run:
             found[call.name].append(("" if call.prompt else call.result, max(call.seconds, 1e-6)))
     return {name: _twin(*zip(*calls, strict=True)) for name, calls in found.items()}
 
 
-def _twin(results: Sequence[str], seconds: Sequence[float]) -> dict[str, Any]:
+def _twin(results: Sequence[str | None], seconds: Sequence[float]) -> dict[str, Any]:
     sigma = float(np.log(seconds).std())
     numbers = {"mean": float(np.mean(seconds)), "sigma": sigma, "floor": min(seconds), "cap": max(seconds)}
     latency_s = {"shape": "lognormal"} | {name: rounded(number) for name, number in numbers.items()}
-    return {"latency_s": latency_s, "result": sorted(results, key=len)[len(results) // 2]}
+    read = sorted((result for result in results if result is not None), key=len)
+    return {"latency_s": latency_s} | ({"result": read[len(read) // 2]} if read else {})
 
 
 def _loading(facts: Facts, policy: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import combinations
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,7 @@ SETTLED = 1e-5
 class EngineFit:
     """Fits the decoding costs of all policies together, since they share the machine."""
 
-    def __init__(self, facts: Facts, slots: Mapping[str, int], *, pauses: bool) -> None:
+    def __init__(self, facts: Facts, slots: Mapping[str, int], tool_s: Mapping[str, float] | None) -> None:
         busy: defaultdict[str, list[Interval]] = defaultdict(list)
         for call in facts.calls:
             busy[call.instance].append((call.began, call.ended))
@@ -122,7 +122,7 @@ class EngineFit:
         }
         spans = [(call.began, call.ended) for call in facts.calls]
         self._identified = identified(np.stack([trainers.during(spans), all_engines.during(spans) - 1.0], axis=1))
-        self._pauses = dict.fromkeys(slots, 0.0) | (pauses_of(facts) if pauses else {})
+        self._pauses = dict.fromkeys(slots, 0.0) | ({} if tool_s is None else pauses_of(facts, tool_s))
         self.per_trainer = self.per_engine = 0.0
         self._found = {policy: _first_guess(parts) for policy, parts in self._parts.items()}
         for _ in range(ROUNDS):
@@ -132,7 +132,7 @@ class EngineFit:
                 break
 
     def costs(self, policy: str) -> EngineCosts:
-        """Returns the fitted costs of a policy. With `pauses`, `call_s` includes the pauses between calls."""
+        """Returns the fitted costs of a policy. `call_s` includes the pauses between calls, if they are known."""
         call, step, request, kv, prefill = map(rounded, self._found[policy])
         return EngineCosts(
             call_s=rounded(call + self._pauses[policy]),
@@ -245,16 +245,17 @@ class InstanceCalls:
         return joined
 
 
-def pauses_of(facts: Facts) -> dict[str, float]:
-    """By policy, the median seconds from an answer to the next call of the same trajectory."""
+def pauses_of(facts: Facts, tool_s: Mapping[str, float]) -> dict[str, float]:
+    """By policy, mean seconds from an answer to the trajectory's next call, less those of tools and in the pool."""
     latest: dict[str, float] = {}
     found: defaultdict[str, list[float]] = defaultdict(list)
     for call in sorted(facts.calls, key=lambda call: call.began):
         before = latest.get(call.trajectory)
         if before is not None and before <= call.began:
-            found[call.policy].append(call.began - before)
+            took = call.waited_s + tool_s.get(call.request, 0.0)
+            found[call.policy].append(max(0.0, call.began - before - took))
         latest[call.trajectory] = max(before or 0.0, call.ended)
-    return {policy: median(values) for policy, values in found.items()}
+    return {policy: fmean(values) for policy, values in found.items()}
 
 
 def _first_guess(parts: Sequence[InstanceCalls]) -> Floats:

@@ -29,9 +29,6 @@ COLUMNS = 600
 """Number of moments at which a picture is drawn. More would not show at its width in pixels."""
 ROLLOUT, VISIBLE, REST = PALETTE[0], PALETTE[1], "#c9ccd3"
 
-Curve = tuple[Sequence[float], Sequence[float]]
-"""Moments, and the value that holds from each moment on."""
-
 
 def draw_run(facts: Facts, path: Path, title: str) -> None:
     """Writes the picture of a run to `path` as PNG; writes nothing if no step has ended."""

@@ -1,7 +1,7 @@
 """Makes the sandbox of a run, if a tool, its workflow or the scorer needs boxes, and checks it before it runs."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from flexmarl.sandbox.settings import AnySandbox, E2bSettings, SandboxFusionSett
 from flexmarl.sandbox.spare_boxes import SparePool
 from flexmarl.tasks import scorers
 from flexmarl.tasks.table import TaskTable
-from flexmarl.tools.interface import needs_box
+from flexmarl.tools.interface import each_tool, needs_box
 from flexmarl.tools.mcp import McpServer, as_text
 
 if TYPE_CHECKING:
@@ -36,24 +36,34 @@ LOOKED_AT = 16
 def sandbox_of(settings: RunSettings) -> Sandbox | None:
     """The sandbox of a run; None if nothing needs one. Raises ConfigError for a simulation whose scorer needs one."""
     scorer = boxed_scorer(settings)
-    if scorer and settings.cluster.backend == "simulated":
+    if scorer and settings.cluster.backend == "simulated" and settings.simulation.score_s is None:
         raise ConfigError(
-            f"tasks: {scorer} runs code in boxes, and virtual time cannot wait for them; simulate with tasks whose "
-            f"scorer is a plain function, or use `flexmarl train`"
+            f"tasks: {scorer} runs code in boxes, and virtual time cannot wait for them; give the seconds of a score, "
+            f"e.g. simulation.score_s=0.1, and scores are computed for real while virtual time stands still; or use "
+            f"tasks whose scorer is a plain function"
         )
     if not (scorer or boxed(settings.team)):
         return None
-    # Nothing opens a box of a simulation, which needs no package of a service either.
-    simulated = settings.cluster.backend == "simulated"
-    made = sandbox_for(SandboxSettings() if simulated else settings.sandbox)
+    # A simulation that opens no box needs no package of a service either.
+    made = sandbox_for(settings.sandbox if opening_boxes(settings) else SandboxSettings())
     spare = settings.sandbox.spare if isinstance(settings.sandbox, SandboxSettings) else 0
     return SparePool(made, spare) if spare else made
 
 
-def boxed(team: TeamSettings) -> list[str]:
-    """The tools that need boxes, e.g. `solver's python`, and the workflow, if it does."""
-    tools = [f"{name}'s {tool.name}" for name, agent in team.agents.items() for tool in agent.tools if needs_box(tool)]
-    return [*tools, f"team.workflow of type {team.workflow.type}"] if team.workflow.boxed else tools
+def boxed(team: TeamSettings, called: Collection[str] | None = None) -> list[str]:
+    """The tools that need boxes, e.g. `solver's python`, and the workflow, if it does. `called`: only these tools."""
+    entries = [(name, tool) for name, agent in team.agents.items() for tool in agent.tools if needs_box(tool)]
+    if called is not None:
+        entries = [entry for entry in entries if any(tool.name in called for tool in each_tool([entry[1]]))]
+    tools = [f"{name}'s {tool.name}" for name, tool in entries]
+    return [*tools, f"team.workflow of type {team.workflow.type}"] if team.workflow.boxed and called is None else tools
+
+
+def opening_boxes(settings: RunSettings) -> list[str]:
+    """All that opens boxes in the run; of a simulation, what it calls for real."""
+    real = {name for name, twin in settings.simulation.tools.items() if twin.for_real}
+    called = real if settings.cluster.backend == "simulated" else None
+    return [*boxed(settings.team, called), *filter(None, [boxed_scorer(settings)])]
 
 
 def boxed_scorer(settings: RunSettings) -> str:
@@ -68,10 +78,7 @@ def boxed_scorer(settings: RunSettings) -> str:
 
 def check_sandbox_of(settings: RunSettings) -> list[Guarantee]:
     """Tries the guarantees that a run needs. Raises ConfigError if one is missing; [] if the run needs no box."""
-    if settings.cluster.backend == "simulated":
-        return []
-    needs = [*boxed(settings.team), *filter(None, [boxed_scorer(settings)])]
-    if not needs:
+    if not (needs := opening_boxes(settings)):
         return []
     check_within_reach(settings)
     found = guarantees_of(settings.sandbox)

@@ -27,9 +27,6 @@ from flexmarl.training.backends.network import Adapter
 from flexmarl.training.settings import TrainingSettings
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-TRAINER_BYTES = {"float64": 5 * 8, "float32": 5 * 4, "bfloat16": 2 + 5 * 4}
-"""Bytes per trained parameter: weight, gradient, gradient sum and AdamW's two moments. In bfloat16 all but the weight
-are float32, and there is a float32 master weight."""
 _COUNTED_TOKENS = 2
 """Tokens of the pass that is counted: few, as the attention that is counted keeps a number for each pair of them."""
 _LOGIT_ARRAYS = 4

@@ -325,10 +325,7 @@ class RealResidents:
             require_sendable(parts, number)
         return [
             ResidentSpec(
-                name=name,
-                kind=ResidentKind.ROLLOUT,
-                contract=RolloutWorker,
-                make=partial(RolloutHost, name, parts),
+                name=name, kind=ResidentKind.ROLLOUT, contract=RolloutWorker, make=partial(RolloutHost, name, parts)
             )
             for name in names
         ]

@@ -15,6 +15,7 @@ import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can b
 from flexmarl.agents import TeamSpec
 from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
+from flexmarl.assemble.boxes import check_sandbox_of
 from flexmarl.assemble.commands import new_run_folder
 from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.engine_room import growth_note
@@ -36,8 +37,8 @@ from flexmarl.simulator.decoding import CpuShare
 from flexmarl.simulator.modelled_residents import ModelledResidents, SimulatedObjectStore
 from flexmarl.simulator.modelled_store import SimulatedStore
 from flexmarl.simulator.replies import drawn, fitting_replies, responder_of
-from flexmarl.simulator.tool_twins import fitting_twins, twinned
-from flexmarl.simulator.virtual_time import run_virtual
+from flexmarl.simulator.tool_twins import TwinnedTasks, fitting_twins, twinned
+from flexmarl.simulator.virtual_time import RealTime, run_virtual
 from flexmarl.training.interface import StoreRows
 
 Show = Callable[[str], None]
@@ -128,11 +129,15 @@ def _played(
     if not settings.trained:
         raise ConfigError("policies: none is trainable, so there is no step to simulate; set trainable: true on one")
     check_models(settings, blueprint.team)
-    team = twinned(blueprint.team, settings.simulation.tools, settings.seed)
-    team = drawn(team, settings.simulation.rewards, settings.seed)
-    folder = new_run_folder(settings, SIMULATED + settings.name)
-    folder.config.write_text(_as_yaml(settings), encoding="utf-8")
-    run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance, supervisor))
+    check_sandbox_of(settings)
+    with RealTime() as real:
+        team = twinned(blueprint.team, settings.simulation.tools, settings.seed, real)
+        team = drawn(team, settings.simulation.rewards, settings.seed)
+        if (seconds := settings.simulation.score_s) is not None:
+            blueprint = replace(blueprint, source=TwinnedTasks(blueprint.source, seconds, real))
+        folder = new_run_folder(settings, SIMULATED + settings.name)
+        folder.config.write_text(_as_yaml(settings), encoding="utf-8")
+        run_virtual(_simulate(replace(blueprint, team=team), folder, show, disturbance, supervisor))
     return folder
 
 

@@ -150,8 +150,7 @@ def _fit(console: Console, recorded: Path, configs: list[Path], overrides: list[
     if configs:
         raise ConfigError(f"--fit simulates {recorded} itself, got {configs[0]} with it; let that extend fitted.yaml")
     settings, folder = load_run_folder(recorded)
-    given = simulations.load(folder.config, overrides).simulation
-    fitted = simulations.fitted(settings.model_copy(update={"simulation": given}), folder)
+    fitted = simulations.fitted(settings, folder, given=simulations.load(folder.config, overrides))
     console.print(simulations.fit_table(fitted))
     written = simulations.write_fit(fitted, folder)
     console.print(

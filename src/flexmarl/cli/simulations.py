@@ -33,6 +33,7 @@ from flexmarl.events.journal import read_run
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.safe_json import json_text, plain
 from flexmarl.events.untrained import in_words
+from flexmarl.experience.store_file import read_store
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import NO_SPREAD
 from flexmarl.testing.faults.fault_plan import FaultPlan, read_plan
@@ -107,6 +108,8 @@ def simulated(
         raise FlexmarlError(f"{folder.path}: the simulation ended no step; see {folder.journal}")
     if caution := caution_of(troubles, len(facts.step_of)):
         show(f"caution: {caution}")
+    if plan is None and (failures := troubles.failures):
+        show(f"caution: {sum(failures.values())} episodes failed, which cost less time: {in_words(failures, 5)}")
     render_pictures(folder.path)
     draw_run(facts, picture_of(folder), settings.name)
     return SimulatedRun(settings, folder, facts, report)
@@ -224,13 +227,28 @@ def combinations(sweeps: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]
     return keys, list(product(*values))
 
 
-def fitted(settings: RunSettings, folder: RunFolder) -> Fit:
-    """Fits costs to the run's journal. Raises ConfigError if the journal has too little."""
+def fitted(settings: RunSettings, folder: RunFolder, *, given: RunSettings) -> Fit:
+    """Fits costs to the run's journal, and tools to its store. Raises ConfigError if the journal has too little.
+
+    `given`: the config with overrides. Its twins' results go before recorded ones, and so do overridden latencies.
+    """
     facts = read_facts(read_run(folder.journal))
     origin = f"fitted to the journal of {folder.path}"
-    given = {name: twin.model_dump(mode="json", exclude_unset=True) for name, twin in settings.simulation.tools.items()}
-    tools = _recorded_tools(settings, folder) | given
-    return replace(fit_costs(facts, _slots(settings), origin=origin, pauses=not tools), tools=tools)
+    own, tools = settings.simulation.tools, _recorded_tools(settings, folder)
+    for name, twin in given.simulation.tools.items():
+        as_before = name in tools and name in own and twin.latency_s == own[name].latency_s
+        kept = twin.model_dump(mode="json", exclude_unset=True, exclude={"latency_s"} if as_before else None)
+        tools[name] = tools.get(name, {}) | kept
+    tool_s = _tool_seconds(folder) if tools else {}
+    return replace(fit_costs(facts, _slots(settings), origin=origin, tool_s=tool_s), tools=tools)
+
+
+def _tool_seconds(folder: RunFolder) -> dict[str, float] | None:
+    """Reads the seconds of tools before a call, by sample, from the run's store; None if that is no file."""
+    if not folder.store.is_file():
+        return None
+    with read_store(folder.store) as reader:
+        return {row.sample_id: row.values.get("tool_s", 0.0) for name in reader.agents for row in reader.rows(name)}
 
 
 def _recorded_tools(settings: RunSettings, folder: RunFolder) -> dict[str, dict[str, Any]]:
@@ -253,14 +271,15 @@ def as_settings(fit: Fit, folder: RunFolder) -> dict[str, Any]:
         "costs": {policy: costs.model_dump(mode="json", exclude_unset=True) for policy, costs in fit.costs.items()},
         "shared_host": fit.shared_host.model_dump(mode="json"),
         "tools": fit.tools,
+        **({"score_s": 0.0} if recorded or not fit.tools else {}),  # Pauses, and so scores, are in `call_s`.
     } | recorded
 
 
 def as_overrides(fit: Fit, folder: RunFolder) -> list[str]:
-    """Returns the same keys as dotted settings. Recorded replies replace the `replies` of the config."""
+    """Returns the same keys as dotted settings. Recorded replies, and what they earn, replace those of the config."""
     values = as_settings(fit, folder)
-    replies = {"replies": {}} if "recorded" in values else {}
-    return [as_override(f"simulation.{key}", value) for key, value in (values | replies).items()]
+    replaced = {"replies": {}, "rewards": None} if "recorded" in values else {}
+    return [as_override(f"simulation.{key}", value) for key, value in (values | replaced).items()]
 
 
 def write_fit(fit: Fit, folder: RunFolder) -> Path:

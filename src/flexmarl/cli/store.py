@@ -40,8 +40,7 @@ def store(
     as_json: Annotated[bool, typer.Option("--json", help="Print all rows as a JSON list of objects.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Rows on the screen; --csv and --json print all.")] = 50,
     parquet: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write one Parquet file per agent there.", show_default=False),
+        Path | None, typer.Option(metavar="FOLDER", help="Write one Parquet file per agent there.", show_default=False)
     ] = None,
 ) -> None:
     """Query the experience of RUN, also while it runs. `payload(column)` shows texts and tensors."""

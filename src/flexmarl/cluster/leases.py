@@ -78,11 +78,6 @@ class RunLeases:
         """The path of the run's folder on disk for what has no room in shared memory. It is not yet made."""
         return self.folder / "spilled"
 
-    @property
-    def warden_pid(self) -> int:
-        """Process that cleans up if this one dies."""
-        return self._warden.pid
-
     def close(self) -> None:
         """Ends and removes everything, including the warden. Calling it twice is allowed."""
         if self.folder.exists():

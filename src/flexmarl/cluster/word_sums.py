@@ -56,12 +56,6 @@ def array_sums(array: np.ndarray, first: int) -> Sums:
     return Sums(sums[0] & MASK, sums[1] & MASK)
 
 
-def coefficients(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """c and d of the words at these positions of a block, in uint64: the definition, for tests and other code."""
-    within, block = positions.astype(np.uint64) % np.uint64(BLOCK), positions.astype(np.uint64) // np.uint64(BLOCK)
-    return _odd_factor(within, 0) * _odd_factor(block, 2), _odd_factor(within, 1) * _odd_factor(block, 3)
-
-
 @lru_cache(maxsize=1)
 def tables() -> tuple[np.ndarray, np.ndarray]:
     """The tables of c and of d, in int64."""

@@ -150,8 +150,7 @@ class RunSettings(Settings):
     seed: int = Field(default=0, ge=0, description="Root of every random stream of the run.")
     steps: int = Field(default=100, ge=0, description="Updates per policy.")
     deterministic: bool = Field(
-        default=False,
-        description="Same seed, same weights, bit for bit: fixed batching, ordered consumption; slower.",
+        default=False, description="Same seed, same weights, bit for bit: fixed batching, ordered consumption; slower."
     )
     out: Path = Field(default=Path("runs"), description="Where run folders go, relative to the working directory.")
     base: Path = Field(
@@ -251,20 +250,11 @@ class RunSettings(Settings):
             *self._critics_are_used(),
             *evaluation_misfits(self.evaluate, self.checkpoint, self.stop, training),
             *credit_misfits(self.credit, self.team, self.trained, pays_divergence=self._pays_divergence),
-            *overlap_misfits(
-                self.mode,
-                self.pipeline,
-                self.credit,
-                training,
-                deterministic=self.deterministic,
-            ),
+            *overlap_misfits(self.mode, self.pipeline, self.credit, training, deterministic=self.deterministic),
             *self._engines_can_run_here(),
             *adapter_misfits(self.policies, versions=self.adapter_versions),
             *together_misfits(
-                self.policies,
-                self.credit,
-                places=self.shared_places if self.ranks == 1 else 0,
-                in_turns=self.in_turns,
+                self.policies, self.credit, places=self.shared_places if self.ranks == 1 else 0, in_turns=self.in_turns
             ),
             *self._instances_are_shared(),
             *self._processes_can_share(),

@@ -39,8 +39,7 @@ def overlap(training: Mapping[str, Iterable[Interval]], rollout: Iterable[Interv
     played = union(rollout)
     busy = [union(intervals) for intervals in training.values()]
     return Overlap(
-        training_s=sum(map(seconds, busy)),
-        hidden_s=sum(seconds(intersection(worked, played)) for worked in busy),
+        training_s=sum(map(seconds, busy)), hidden_s=sum(seconds(intersection(worked, played)) for worked in busy)
     )
 
 

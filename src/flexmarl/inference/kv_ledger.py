@@ -175,10 +175,6 @@ class KvLedger:
         """Blocks that have a holder, in order."""
         return sorted(self._holders)
 
-    def may_write(self, block: int) -> bool:
-        """True if the block has one holder."""
-        return self._holders[block] == 1
-
     def _take(self, number: int, spare: int) -> list[int] | None:
         while len(self._free) < number + spare:
             old = self._kept.drop()

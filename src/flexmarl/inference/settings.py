@@ -140,9 +140,7 @@ class EmbeddedSettings(Settings):
         description="CPU threads of a decode step, e.g. 1 for a tiny model; null: those of the process.",
     )
     steps_per_turn: int = Field(
-        default=4,
-        ge=1,
-        description="Decode steps per turn on the device thread, which a trainer may share.",
+        default=4, ge=1, description="Decode steps per turn on the device thread, which a trainer may share."
     )
 
     def num_kept(self, *, deterministic: bool) -> int:

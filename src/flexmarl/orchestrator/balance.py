@@ -30,16 +30,7 @@ from flexmarl.events.serving_events import (
 )
 from flexmarl.inference.growing import GROW, Growth, growth
 from flexmarl.inference.pool import InferencePool
-from flexmarl.inference.scaling import (
-    STARTS,
-    BalanceRule,
-    Demand,
-    Expectation,
-    Loads,
-    Move,
-    PolicyLoad,
-    seconds_of,
-)
+from flexmarl.inference.scaling import STARTS, BalanceRule, Demand, Expectation, Loads, Move, PolicyLoad, seconds_of
 from flexmarl.inference.settings import BalanceSettings
 from flexmarl.records import InstanceId, PolicyName
 

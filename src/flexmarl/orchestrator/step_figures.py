@@ -31,11 +31,7 @@ from flexmarl.records import Episode, Failure, FinishReason, PolicyName, Purpose
 
 COMPARED = 50_000
 """Number of newest episodes whose lengths are compared. They show a bias of 1 %, and are sorted in milliseconds."""
-_FAULTS = {
-    "bad_tool_calls": "bad_tool_calls",
-    "tool_error": "tool_errors",
-    "dropped_tool_calls": "dropped_tool_calls",
-}
+_FAULTS = {"bad_tool_calls": "bad_tool_calls", "tool_error": "tool_errors", "dropped_tool_calls": "dropped_tool_calls"}
 """Signals of turns whose tool calls are at fault, with the metric that counts the turns."""
 
 

@@ -305,12 +305,7 @@ class ServedCalls:
     """Calls and places that one episode has asked for, and the controller serves now."""
 
     def __init__(
-        self,
-        worker: LiveWorker,
-        tasks: asyncio.TaskGroup,
-        generate: Generate,
-        holds: Holds,
-        running: RunningCalls,
+        self, worker: LiveWorker, tasks: asyncio.TaskGroup, generate: Generate, holds: Holds, running: RunningCalls
     ) -> None:
         """The calls run in `tasks`."""
         self._worker, self._tasks, self._generate, self._holds, self._running = worker, tasks, generate, holds, running

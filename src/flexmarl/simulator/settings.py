@@ -21,6 +21,7 @@ from flexmarl.analysis.costs import (
 )
 from flexmarl.records import AgentName, PolicyName
 from flexmarl.settings import Settings
+from flexmarl.simulator.plan import Distribution
 from flexmarl.simulator.replies import AnyReplies, DrawnRewards, Responder, responder_by_agent
 from flexmarl.simulator.tool_twins import ToolTwin
 
@@ -51,21 +52,23 @@ class SimulationSettings(Settings):
     tools: Mapping[str, ToolTwin] = Field(
         default={}, description="Models of tools, by the name that agents call; one that only computes needs none."
     )
+    score_s: Distribution | None = Field(
+        default=None,
+        description="What a score takes that needs a box: a number, or a distribution. It is computed for real, while "
+        "virtual time stands still. null: tasks with such a scorer are refused.",
+    )
     nodes: int = Field(
         default=1, ge=1, description="Nodes that engines and trainers are spread over; a plan of faults may lose one."
     )
     room: int = Field(
-        default=0,
-        ge=0,
-        description="Modelled engines that have room beyond the configured ones, for `balance.grow`.",
+        default=0, ge=0, description="Modelled engines that have room beyond the configured ones, for `balance.grow`."
     )
     transfers: TransferCosts = TransferCosts()
     restart_s: float = Field(
         default=0.0, ge=0, description="Starting the run again after a loss that ends it, before it goes on."
     )
     recorded: Path | None = Field(
-        default=None,
-        description="Run folder whose replies are replayed, by agents without replies of their own.",
+        default=None, description="Run folder whose replies are replayed, by agents without replies of their own."
     )
 
     def engine_model(self, policy: PolicyName, renderers: Mapping[AgentName, ChatRenderer], base: Path) -> EngineModel:

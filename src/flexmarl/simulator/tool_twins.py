@@ -1,10 +1,14 @@
-"""Twins of tools: a call takes a modelled time, and answers a fixed text or what a tool that only computes answers."""
+"""Twins of tools and of scorers: a call takes a modelled time, and answers a fixed text or what the original answers.
+
+An original that only computes is called in place, any other in real time (`RealTime`).
+"""
 
 import asyncio
 import json
+import math
 import random
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,12 +17,18 @@ from pydantic import Field
 from flexmarl.agents import TeamSpec
 from flexmarl.agents.caller import AgentSpec
 from flexmarl.agents.seat_tools import SeatTool
+from flexmarl.records import Task
+from flexmarl.sandbox.interface import Sandbox
 from flexmarl.settings import Settings
 from flexmarl.simulator.plan import Distribution
-from flexmarl.tools import Observation, Tool, ToolContext, is_pure
+from flexmarl.simulator.virtual_time import RealTime
+from flexmarl.tasks import TaskSource
+from flexmarl.tasks.scorers import BoxedScorer
+from flexmarl.tools import BoundTool, Observation, Tool, ToolContext, is_pure
 from flexmarl.tools.interface import max_parallel_of
 
 AS_IS: Final = "as_is"
+REAL: Final = "real"
 
 
 class ToolTwin(Settings):
@@ -28,8 +38,15 @@ class ToolTwin(Settings):
         default=Distribution(mean=0.0), description="What a call takes: a number, or a distribution."
     )
     result: str = Field(
-        default=AS_IS, description="What it answers; as_is: what the tool itself says, if it only computes."
+        default=AS_IS,
+        description="What it answers; as_is: what the tool itself says, if it only computes; real: what it says when "
+        "it is called, boxes and servers included, while virtual time stands still.",
     )
+
+    @property
+    def for_real(self) -> bool:
+        """True if the tool itself is called."""
+        return self.result == REAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +60,25 @@ class _Twin:
     twin: ToolTwin
     stream: str
     max_parallel: int | None
+    real: RealTime
+    bound: BoundTool | None = None
+    """The tool as it is open for the seat, if it is called for real."""
 
-    def open(self, context: ToolContext) -> AbstractAsyncContextManager["_Twin"]:
-        """The twin itself."""
-        return nullcontext(self)
+    @asynccontextmanager
+    async def open(self, context: ToolContext) -> AsyncIterator["_Twin"]:
+        """The twin itself, with the open tool if that is called for real."""
+        if not self.twin.for_real:
+            yield self
+            return
+        with self.real.opened(self.tool.open(replace(context, deadline=math.inf))) as bound:  # Not of this clock.
+            yield replace(self, bound=bound)
 
     async def call(self, arguments: Mapping[str, Any]) -> Observation:
         """Sleeps the call's latency, then answers."""
         said = ",".join(value if isinstance(value, str) else json.dumps(value) for value in arguments.values())
         await asyncio.sleep(self.twin.latency_s.draw(random.Random(f"{self.stream}/{said}")))
+        if self.bound is not None:
+            return self.real.run(self.bound.call(arguments))
         if self.twin.result != AS_IS:
             return Observation(self.twin.result)
         bound: Any = self.tool  # A tool that only computes has no state: it need not be opened.
@@ -73,7 +100,7 @@ def fitting_twins(team: TeamSpec, twins: Mapping[str, ToolTwin]) -> tuple[list[s
             instead[name] = twin.model_copy(update={"result": "done"})
             faults[name] = (
                 f".result is '{AS_IS}', which only a tool that just computes can be asked for (a calculator, a "
-                f"function with @tool(pure=True)); give the text that it answers"
+                f"function with @tool(pure=True)); give the text that it answers, or {REAL} to call it"
                 if name in twins
                 else f" is missing: '{name}' takes real time, and virtual time cannot wait for it; give its twin, e.g. "
                 f"{{latency_s: {{shape: exponential, mean: 0.5}}, result: done}}; if it only computes, mark its "
@@ -88,15 +115,59 @@ def _opened(agent: AgentSpec) -> list[Tool]:
     return [tool for tool in agent.tools.values() if not isinstance(tool, SeatTool)]
 
 
-def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:
+def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int, real: RealTime) -> TeamSpec:
     """Returns the team with a twin for each of its tools. `fitting_twins` finds no fault with these twins."""
 
     def twin_of(tool: Tool, agent: str) -> _Twin:
         twin, stream = twins.get(tool.name, ToolTwin()), f"{seed}/{agent}/{tool.name}"
-        return _Twin(tool.name, tool.description, tool.parameters, tool, twin, stream, max_parallel_of(tool))
+        return _Twin(tool.name, tool.description, tool.parameters, tool, twin, stream, max_parallel_of(tool), real)
 
     agents = {
         name: replace(agent, tools={**agent.tools, **{tool.name: twin_of(tool, name) for tool in _opened(agent)}})
         for name, agent in team.agents.items()
     }
     return replace(team, agents=agents)
+
+
+@dataclass(frozen=True, slots=True)
+class _TwinScorer:
+    """A scorer that needs a box. Its score is computed for real, and takes a modelled time."""
+
+    scorer: Any  # BoxedScorer and Scorer in one.
+    seconds: Distribution
+    real: RealTime
+
+    def __call__(self, answer: str, reference: str) -> float:
+        """Raises what the scorer raises: it must be waited for."""
+        return self.scorer(answer, reference)
+
+    async def score_in_box(self, answer: str, reference: str, sandbox: Sandbox) -> float:
+        """Sleeps the score's time, then computes it. See `BoxedScorer`."""
+        await asyncio.sleep(self.seconds.draw(random.Random(f"{reference}/{answer}")))
+        return self.real.run(self.scorer.score_in_box(answer, reference, sandbox))
+
+
+@dataclass(frozen=True, slots=True)
+class TwinnedTasks:
+    """The tasks of a source, with twins of the scorers that need boxes."""
+
+    source: TaskSource
+    seconds: Distribution
+    real: RealTime
+
+    @property
+    def num_train(self) -> int | None:
+        """See `TaskSource`."""
+        return self.source.num_train
+
+    def train(self, index: int) -> Task:
+        """See `TaskSource`."""
+        return self._twinned(self.source.train(index))
+
+    def held_out(self, n: int) -> tuple[Task, ...]:
+        """See `TaskSource`."""
+        return tuple(map(self._twinned, self.source.held_out(n)))
+
+    def _twinned(self, task: Task) -> Task:
+        boxed = isinstance(task.scorer, BoxedScorer)
+        return replace(task, scorer=_TwinScorer(task.scorer, self.seconds, self.real)) if boxed else task

@@ -7,7 +7,8 @@
     assert run_virtual(nap()) == 3600.0      # returns at once
 
 An idle hour is free, the order of events is the same in every run, and a deadlock is an error that names the waiting
-tasks. Threads and sockets are refused: what they do takes real time, which virtual time cannot wait for.
+tasks. Threads and sockets are refused: what they do takes real time, which virtual time cannot wait for. `RealTime`
+runs what needs them while the clock stands still, and the order of events stays the same.
 
 Where asyncio leaves the order open, this loop fixes it: timers of the same instant fire in the order they were set
 (asyncio's heap may swap them), none fires before its instant (asyncio rounds by the clock's resolution), and sets of
@@ -21,9 +22,11 @@ import itertools
 import math
 import selectors
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import Context
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from flexmarl.errors import FlexmarlError
 
@@ -157,3 +160,63 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main` to its end in virtual time, as `asyncio.run` does in real time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+class RealTime:
+    """An event loop in another thread, where coroutines run in real time. It begins at its first use."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Blocks until the coroutine has ended. Returns its result, or raises its exception."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._begun()).result()
+
+    @contextmanager
+    def opened(self, block: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """Enters and leaves the block in one task, as blocks with tasks of their own require. It sees our errors."""
+        entered, left = Future[T](), Future[None]()
+
+        async def hold() -> None:
+            try:
+                async with block as value:
+                    entered.set_result(value)
+                    await asyncio.wrap_future(left)
+            except BaseException as error:
+                if entered.done():
+                    raise
+                entered.set_exception(error)
+
+        holding = asyncio.run_coroutine_threadsafe(hold(), self._begun())
+        value = entered.result()
+        try:
+            yield value
+        except BaseException as error:
+            left.set_exception(error)
+            wait([holding])
+            raise
+        left.set_result(None)
+        holding.result()
+
+    def _begun(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            made = Future[asyncio.AbstractEventLoop]()
+            self._thread = threading.Thread(target=_serve, args=(made,), name="real time", daemon=True)
+            self._thread.start()
+            self._loop = made.result()
+        return self._loop
+
+
+def _serve(made: "Future[asyncio.AbstractEventLoop]") -> None:
+    with asyncio.Runner() as runner:
+        made.set_result(runner.get_loop())
+        runner.get_loop().run_forever()

@@ -14,7 +14,6 @@ from typing import Any
 
 from flexmarl.credit import Credit, CreditRow, Estimator
 from flexmarl.credit.interface import COLUMNS, GraphCall
-from flexmarl.credit.rows import places_of_acts
 from flexmarl.credit.shaping import AddedTerm, OutcomeTerm, shape
 from flexmarl.errors import CreditError
 from flexmarl.records import LARGEST_REWARD, AgentName, EpisodeId, PolicyName, SampleId
@@ -99,12 +98,6 @@ def _act(row: CreditRow, calls: int) -> list[CreditRow]:
         act = {"sample_id": name, "hop": hop, "act_hop": first, "act_reward": row.reward or 0.0}
         found.append(replace(row, **act, tags=tags, **own))
     return found
-
-
-def acts_of(rows: Sequence[CreditRow]) -> list[list[CreditRow]]:
-    """Returns the calls of each act, in hop order."""
-    ordered = sorted(rows, key=lambda row: (row.task, row.episode, row.hop))
-    return [[ordered[place] for place in places] for places in places_of_acts(ordered)]
 
 
 def check_estimator(estimator: Estimator, *, num_batches: int = 50) -> None:

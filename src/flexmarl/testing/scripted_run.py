@@ -194,9 +194,7 @@ class ScriptedRun:
         trained = [PolicyName(name) for name in sorted(self.settings.trained)]
         team = TeamSpec.build(self.settings.team, {PolicyName(name): renderer for name in agents.values()}, trained)
         self.blueprint = Blueprint(
-            settings=self.settings,
-            source=CountedTasks(num_tasks),
-            team=replace(team, run=workflow),
+            settings=self.settings, source=CountedTasks(num_tasks), team=replace(team, run=workflow)
         )
         self.stop = StopRequest()
         """Ends the run at a step boundary, once it is made."""
@@ -286,12 +284,7 @@ class ScriptedRun:
         for trainer in self.trainers.values():
             trainer.rows = StoreRows(self.store)
         async with world_of(
-            self.settings,
-            self.store,
-            self.residents(),
-            self.events,
-            make_pool=self.make_pool,
-            players=self.players(),
+            self.settings, self.store, self.residents(), self.events, make_pool=self.make_pool, players=self.players()
         ) as world:
             self.world = replace(world, doors=self.open_doors())
             start = None

@@ -102,10 +102,7 @@ class McpServer(Settings):
     def limits(self) -> Limits:
         """Limits of its box."""
         return Limits(
-            memory_bytes=self.memory_mib * MIB,
-            pids=self.pids,
-            disk_bytes=self.disk_mib * MIB,
-            cpu_s=self.cpu_s,
+            memory_bytes=self.memory_mib * MIB, pids=self.pids, disk_bytes=self.disk_mib * MIB, cpu_s=self.cpu_s
         )
 
     def tools(self) -> tuple["McpTool", ...]:

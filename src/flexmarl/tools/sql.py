@@ -134,11 +134,7 @@ class SqlTool(Settings):
         made = f"database = Database(write={self.write}, steps={self.max_steps})"
         prepared = "\n".join((code, made, source or f"database.copy({FILE!r})"))
         boxed = ToolContext(
-            episode=context.episode,
-            seed=context.seed,
-            files=files,
-            deadline=context.deadline,
-            sandbox=context.sandbox,
+            episode=context.episode, seed=context.seed, files=files, deadline=context.deadline, sandbox=context.sandbox
         )
         calls = BoxedCalls(boxed, timeout_s=self.timeout_s, session=True)
         try:

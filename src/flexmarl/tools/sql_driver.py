@@ -7,12 +7,7 @@ may not do; the box bounds its memory, time and files.
 import json
 import sqlite3
 
-READING = {
-    sqlite3.SQLITE_SELECT,
-    sqlite3.SQLITE_READ,
-    sqlite3.SQLITE_FUNCTION,
-    sqlite3.SQLITE_RECURSIVE,
-}
+READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 WRITING = {
     sqlite3.SQLITE_INSERT,
     sqlite3.SQLITE_UPDATE,

@@ -125,17 +125,6 @@ class Place(Protocol):
         ...
 
 
-class StandingRanks:
-    """Ranks that cannot be started anew."""
-
-    def __init__(self, *ranks: Rank) -> None:
-        self.ranks: Sequence[Rank] = ranks
-
-    async def renew(self, because: str) -> None:
-        """Raises TrainingError: nothing is known of how they were made."""
-        raise TrainingError(f"{because}; its place has no other ranks")
-
-
 class GroupTrainer:
     """`Trainer` and `ProcessGroup` of a policy that shares places with others, or has several ranks.
 

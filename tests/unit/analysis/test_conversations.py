@@ -38,7 +38,7 @@ from flexmarl.records import (
 )
 from flexmarl.rollout.player import Player
 from flexmarl.testing.agents import ScriptedModel
-from flexmarl.tools import TagSyntax, ToolCall
+from flexmarl.tools import FunctionSyntax, TagSyntax, ToolCall
 from tests.unit.agents.tables import RENDERER, TOKENIZER, says, spec, text
 from tests.unit.rollout.plays import GROUP, player
 
@@ -261,6 +261,33 @@ def test_each_call_of_a_turn_has_a_line_of_its_own_with_its_result(tmp_path: Pat
         assert [call.result for call in first.tools] == results
     else:
         assert all(call.prompt and set(results) <= {*re.split("<.*?>", call.result or "")} for call in first.tools)
+
+
+def test_a_call_that_a_stop_string_cut_is_read_whole_at_its_last_piece(tmp_path: Path) -> None:
+    """As in `q(select max(price) from goods)`, whose first `)` ends a piece, but not the call."""
+    folder, solver = RunFolder(tmp_path), AgentName("solver")
+    syntax = FunctionSyntax(names={"calc": "calculator"})
+    agent = {"tools": [{"type": "calculator"}], "syntax": syntax.model_dump(), "tell_tools": "none"}
+    team = spec({"solver": {**agent, "sampling": {"max_tokens": 1000}}})
+
+    async def act(task: Any, team: Any) -> None:
+        (await team.solver.act(task.prompt)).reward(1.0)
+
+    async def write() -> None:
+        store = DurableStore.create(folder.store, agents=[solver], columns=TURN_COLUMNS)
+        model = ScriptedModel(TOKENIZER, says("calc((1+2)", "*(3+4)", ")", "so"))
+        played = Player(team=replace(team, run=act), generate=model, run_seed=0, timeout_s=9.0, store=store)
+        assert (await played.play(GROUP, 0)).finished
+        await store.close()
+
+    asyncio.run(write())
+    reading = Reading(decode=lambda _, ids: text(ids), syntaxes={solver: syntax}, renderers={solver: RENDERER})
+    with open_conversations(folder) as conversations:
+        (line,) = conversations.lines()
+        turns = conversations.read(line, reading).turns
+    assert [len(turn.tools) for turn in turns] == [0, 0, 1, 0]
+    (call,) = turns[2].tools
+    assert (call.name, call.argument, call.result) == ("calculator", "(1+2)*(3+4)", "21")
 
 
 def test_texts_that_were_pruned_are_said_to_be_gone_and_numbers_stay(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import pytest
 from flexmarl.analysis.costs import CostSettings, EngineCosts, SharedHost, TrainerCosts
 from flexmarl.analysis.facts import Facts
 from flexmarl.analysis.fit import Fit, fit_costs
-from flexmarl.analysis.fit_engines import MOST_SLOWDOWN, slowdowns
+from flexmarl.analysis.fit_engines import MOST_SLOWDOWN, pauses_of, slowdowns
 from flexmarl.analysis.queues import BusyCount
 from flexmarl.errors import ConfigError
+from flexmarl.events.serving_events import Called
+from flexmarl.records import FinishReason, PolicyName, Version
 from tests.unit.analysis.simulated_runs import AGENTS, simulated_run
 
 TRAINER = TrainerCosts(micro_batch_s=0.1, sample_s=0.03, update_s=0.5, publish_s=0.7)
@@ -49,6 +51,27 @@ def test_engine_costs_are_recovered(more: dict[str, float], half_a_step: float) 
         assert truth.call_s - 0.005 <= found.call_s <= truth.call_s + half_a_step
         assert (found.load_s, found.slots) == (pytest.approx(0.3), 8)
         assert fit.quality[policy].call_error < 0.03
+
+
+def test_pauses_are_the_time_between_calls_that_neither_tools_nor_the_pool_took() -> None:
+    def called(hop: int, began: float, ended: float, waited_s: float = 0.0) -> Called:
+        return Called(
+            process="engine/solver/0",  # pyright: ignore[reportArgumentType]
+            ended=ended,
+            began=began,
+            policy=PolicyName("solver"),
+            request=f"t_{hop}_g0e0a0",
+            version=Version(0),
+            prompt_tokens=1,
+            reused_tokens=0,
+            sampled_tokens=1,
+            finish=FinishReason.STOP,
+            waited_s=waited_s,
+        )
+
+    calls = [called(0, 1.0, 2.0), called(1, 2.5, 3.0), called(2, 6.5, 7.0), called(3, 12.0, 13.0, waited_s=4.0)]
+    assert pauses_of(Facts(calls=calls), {"t_2_g0e0a0": 2.0}) == {"solver": pytest.approx((0.5 + 1.5 + 1.0) / 3)}
+    assert pauses_of(Facts(calls=calls), {"t_2_g0e0a0": 9.0})["solver"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
 
 
 def test_trainer_costs_are_recovered() -> None:

@@ -18,7 +18,7 @@ leases = RunLeases("doomed", root=Path(sys.argv[1]))
 leases.shared_memory().mkdir()
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 leases.add_processes([worker.pid])
-print(worker.pid, leases.warden_pid, leases.shared_memory(), flush=True)
+print(worker.pid, leases._warden.pid, leases.shared_memory(), flush=True)
 time.sleep(600)
 """
 

@@ -31,7 +31,7 @@ def test_leaving_the_block_ends_and_removes_everything(tmp_path: Path, sleeper: 
         shared.mkdir()
         (shared / "weights").write_bytes(b"0")
         leases.add_processes([sleeper.pid])
-        warden = leases.warden_pid
+        warden = leases._warden.pid
     assert sleeper.wait() == -signal.SIGKILL
     assert not any(left.exists() for left in (shared, leases.folder))
     assert not psutil.pid_exists(warden)

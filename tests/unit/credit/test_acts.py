@@ -16,10 +16,11 @@ from flexmarl.credit.estimators.gigpo import GiGpo
 from flexmarl.credit.estimators.group_relative import GroupRelative
 from flexmarl.credit.estimators.presets import AtGrpo, Default, PassAtK
 from flexmarl.credit.interface import CreditRow, Estimator, GraphCall
+from flexmarl.credit.rows import places_of_acts
 from flexmarl.credit.shaping import shape
 from flexmarl.credit.shaping.outcomes import RewardToGo
 from flexmarl.errors import CreditError
-from flexmarl.testing.credit import acts_of, credit_row, random_credit_rows
+from flexmarl.testing.credit import credit_row, random_credit_rows
 
 FEW = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 10_000)
@@ -38,6 +39,12 @@ def chain(*acts: tuple[float, int], episode: int = 0, shared: float = 0.0, price
             rows.append(replace(row, act_reward=reward, act_outcome=reward, call_reward=-price, values=(0.0,)))
     calls = tuple(GraphCall(hop=hop, after=(hop - 1,) if hop else ()) for hop in range(len(rows)))
     return [replace(row, calls=calls) for row in rows]
+
+
+def acts_of(rows: Sequence[CreditRow]) -> list[list[CreditRow]]:
+    """The calls of each act, in hop order."""
+    ordered = sorted(rows, key=lambda row: (row.task, row.episode, row.hop))
+    return [[ordered[place] for place in places] for places in places_of_acts(ordered)]
 
 
 def first_calls(rows: Sequence[CreditRow]) -> list[CreditRow]:

@@ -23,11 +23,12 @@ from flexmarl.gateway.server import READINGS
 from flexmarl.gateway.sse import Sending
 from flexmarl.inference.pool import InferencePool
 from flexmarl.records import Generation, GenerationRequest, RowState, Version
-from flexmarl.testing.gateway import AsgiClient, joined_chat, joined_messages, joined_response
+from flexmarl.testing.gateway import AsgiClient
 from flexmarl.testing.inference import ScriptedEngine
 from flexmarl.tools import TagSyntax
 from tests.unit.agents.tokenizers_for_tests import CHATML, TERSE, byte_pairs
 from tests.unit.gateway.doors import POLICY, At, TokenModel, play
+from tests.unit.gateway.joined_streams import joined_chat, joined_messages, joined_response
 from tests.unit.gateway.test_sessions import CALL, TOOLS, USER, model
 
 ADD = OfferedTool(name="add")

@@ -7,9 +7,9 @@ import pytest
 from flexmarl.gateway.server import listening_socket
 from flexmarl.records import EpisodeStatus, RowState
 from flexmarl.testing.agents import check_turns
-from flexmarl.testing.gateway import joined_chat, joined_messages, joined_response
 from tests.unit.agents.tokenizers_for_tests import byte_pairs
 from tests.unit.gateway.doors import At, TokenModel, play
+from tests.unit.gateway.joined_streams import joined_chat, joined_messages, joined_response
 
 USER = [{"role": "user", "content": "What is 3 + 4?"}]
 TOOLS = [

@@ -65,7 +65,7 @@ def check_blocks(core):
         assert core._rows.table[row, : len(work.blocks)].tolist() == work.blocks
         assert set(core._rows.table[row, len(work.blocks) :].tolist()) <= {PAD}
         last = (int(core._rows.length[row]) - 1) // BLOCK
-        assert all(core._ledger.may_write(block) for block in work.blocks[last:])
+        assert all(core._ledger._holders[block] == 1 for block in work.blocks[last:])
     assert (core._rows.table[len(core._running) :, 0] == SCRATCH).all()
     assert core.kv_held_bytes <= (FIRST + core._ledger.number) * BLOCK_BYTES
 

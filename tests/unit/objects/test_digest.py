@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.cluster.word_sums import BLOCK, Sums, array_sums, coefficients
+from flexmarl.cluster.word_sums import BLOCK, Sums, _odd_factor, array_sums
 from flexmarl.objects import tensors
 from flexmarl.objects.interface import Checksum, checksum, confirms, names_checksum
 from flexmarl.objects.settings import ObjectSettings
@@ -27,6 +27,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64
 
 def random_bytes(number: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, number, dtype=np.uint8))
+
+
+def coefficients(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """c and d of the words at these positions of a block, in uint64."""
+    within, block = positions.astype(np.uint64) % np.uint64(BLOCK), positions.astype(np.uint64) // np.uint64(BLOCK)
+    return _odd_factor(within, 0) * _odd_factor(block, 2), _odd_factor(within, 1) * _odd_factor(block, 3)
 
 
 def closed_form(data: np.ndarray, first_word: int = 0) -> Sums:

@@ -1,23 +1,34 @@
 import asyncio
+import math
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+import threading
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmarl.agents import TeamSpec
 from flexmarl.agents.characters import character_renderer
 from flexmarl.agents.settings import TeamSettings
+from flexmarl.errors import EpisodeError
 from flexmarl.records import AgentName, PolicyName
-from flexmarl.simulator.tool_twins import ToolTwin, fitting_twins, twinned
-from flexmarl.simulator.virtual_time import run_virtual
-from flexmarl.tools import TOOLS, BoundTool, Calculator, Tool, ToolContext
+from flexmarl.simulator.tool_twins import ToolTwin, fitting_twins
+from flexmarl.simulator.tool_twins import twinned as twinned_for_real
+from flexmarl.simulator.virtual_time import RealTime, run_virtual
+from flexmarl.tools import TOOLS, BoundTool, Calculator, Observation, Tool, ToolContext
 from flexmarl.tools.interface import max_parallel_of
 
 SOLVER = AgentName("solver")
+
+
+def twinned(team: TeamSpec, twins: Mapping[str, ToolTwin], seed: int) -> TeamSpec:
+    """A team whose twins call nothing for real."""
+    return twinned_for_real(team, twins, seed, RealTime())
 
 
 class Search:
@@ -97,6 +108,77 @@ def test_the_latency_is_that_of_the_call_and_the_seed() -> None:
     again = call(twinned(team(), twins(calculator={"latency_s": latency}), seed=0), "calculator", "1+1")
     assert took[0, "1+1"] == again
     assert len({seconds for _, seconds in took.values()}) == 4
+
+
+class Counted:
+    """A tool with a task, a process and a state of its own, none of which virtual time has."""
+
+    name = "counted"
+    description = "Counts words."
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
+
+    def __init__(self) -> None:
+        self.open_in: list[object] = []
+        self.calls = 0
+
+    @asynccontextmanager
+    async def open(self, context: ToolContext) -> AsyncIterator[BoundTool]:
+        assert context.deadline == math.inf, "an instant of another clock"
+        async with asyncio.timeout(60):  # Raises RuntimeError if another task leaves the block.
+            self.open_in.append(asyncio.current_task())
+            yield self
+            self.open_in.append(asyncio.current_task())
+
+    async def call(self, arguments: Mapping[str, Any]) -> Observation:
+        self.calls += 1
+        if arguments["text"] == "lost":
+            raise EpisodeError("the server is lost")
+        started = await asyncio.create_subprocess_exec("wc", "-w", stdin=PIPE, stdout=PIPE)
+        said, _ = await started.communicate(arguments["text"].encode())
+        return Observation(said.decode().strip(), data={"call": self.calls})
+
+
+def test_a_tool_that_is_called_for_real_says_what_it_says_in_the_modelled_time() -> None:
+    tool, real_twins = Counted(), twins(counted={"latency_s": 2.5, "result": "real"})
+    assert fitting_twins(team(tool), real_twins) == ([], real_twins)
+    with RealTime() as real:
+        spec = twinned_for_real(team(tool), real_twins, 0, real)
+        assert call(spec, "counted", "three words here") == ("3", 2.5)
+        assert call(spec, "counted", "two words") == ("2", 2.5)
+        with pytest.raises(EpisodeError, match="the server is lost"):
+            call(spec, "counted", "lost")
+        assert len(tool.open_in) == 5, "the block that failed was left by its error"
+        first, left, second, *_ = tool.open_in
+        assert first is left is not second, "each block is left by the task that entered it"
+        assert any(thread.name == "real time" for thread in threading.enumerate())
+    assert all(thread.name != "real time" for thread in threading.enumerate())
+
+
+def test_a_tool_that_cannot_be_opened_for_real_fails_the_episode() -> None:
+    with RealTime() as real:
+        spec = twinned_for_real(team(Search()), twins(search={"result": "real"}), 0, real)
+        with pytest.raises(AssertionError, match="virtual time has no servers"):
+            call(spec, "search", "x")
+
+
+def test_real_time_ends_what_was_begun_in_it() -> None:
+    ended: list[str] = []
+
+    async def begun() -> asyncio.Task[None]:
+        async def lasting() -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.append("ended")
+
+        task = asyncio.ensure_future(lasting())
+        await asyncio.sleep(0)
+        return task
+
+    with RealTime() as real:
+        task = real.run(begun())
+        assert not task.done()
+    assert ended == ["ended"]
 
 
 def doubled(number: int) -> int:

@@ -18,9 +18,10 @@ from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.ranks import Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.group import GroupTrainer, SetAside, StandingRanks
+from flexmarl.training.group import GroupTrainer, SetAside
 from flexmarl.training.interface import HeldRows
 from flexmarl.training.settings import TrainingSettings
+from tests.unit.training.standing_ranks import StandingRanks
 from tests.unit.training.test_ranks import two_batches
 
 SOLVER = PolicyName("solver")

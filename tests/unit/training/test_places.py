@@ -29,10 +29,11 @@ from flexmarl.training.backends.causal_lm import load_model
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.ranks import Ranks
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.group import GroupTrainer, HostMemory, StandingRanks
+from flexmarl.training.group import GroupTrainer, HostMemory
 from flexmarl.training.interface import HeldRows, RowReader
 from flexmarl.training.residency import Residency
 from flexmarl.training.settings import ProcessGroupSettings, TrainingSettings
+from tests.unit.training.standing_ranks import StandingRanks
 
 SOLVER, VERIFIER = PolicyName("solver"), PolicyName("verifier")
 Samples = Callable[..., list[Sample]]

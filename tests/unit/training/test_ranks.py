@@ -21,10 +21,11 @@ from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.rank import RankHost, Trained
 from flexmarl.training.backends.ranks import ALONE, Ranks, meet
 from flexmarl.training.backends.single import SingleProcessTrainer
-from flexmarl.training.group import GroupTrainer, SetAside, StandingRanks
+from flexmarl.training.group import GroupTrainer, SetAside
 from flexmarl.training.interface import HeldRows, RowReader
 from flexmarl.training.settings import TrainingSettings
 from tests.forked import FORKS
+from tests.unit.training.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 Samples = Callable[..., list[Sample]]

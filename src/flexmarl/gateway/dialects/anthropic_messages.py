@@ -43,10 +43,7 @@ MessageObject = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "properties": {
-                "role": {"enum": ["user", "assistant"]},
-                "content": TypeAdapter(Content).json_schema(),
-            },
+            "properties": {"role": {"enum": ["user", "assistant"]}, "content": TypeAdapter(Content).json_schema()},
             "required": ["role", "content"],
         }
     ),

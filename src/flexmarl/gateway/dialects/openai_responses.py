@@ -161,12 +161,7 @@ def items_of(answer: Answer, choice: ReplyChoice) -> list[dict[str, Any]]:
     if choice.thought:
         summary = [{"type": "summary_text", "text": choice.thought}]
         items.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{answer.name}",
-                "summary": summary,
-                "encrypted_content": choice.signature,
-            }
+            {"type": "reasoning", "id": f"rs_{answer.name}", "summary": summary, "encrypted_content": choice.signature}
         )
     if choice.text or not choice.calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}

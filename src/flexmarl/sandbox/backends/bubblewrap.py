@@ -109,12 +109,7 @@ class Bubblewrap:
 
     def _held(self, limits: Limits, group: BoxGroup | None) -> Mapping[str, int]:
         """Limits of each process in the box."""
-        held = {
-            "RLIMIT_CPU": limits.cpu_s,
-            "RLIMIT_FSIZE": limits.disk_bytes,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_NOFILE": 512,
-        }
+        held = {"RLIMIT_CPU": limits.cpu_s, "RLIMIT_FSIZE": limits.disk_bytes, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if group is None:
             held |= {"RLIMIT_AS": limits.memory_bytes, "RLIMIT_NPROC": limits.pids}
         return held

@@ -12,10 +12,7 @@ import struct
 from flexmarl.errors import ConfigError
 
 REFUSED: dict[str, tuple[tuple[str, int | None, int | None], ...]] = {
-    "namespaces: a new one gives its maker capabilities over the kernel": (
-        ("unshare", 272, 97),
-        ("setns", 308, 268),
-    ),
+    "namespaces: a new one gives its maker capabilities over the kernel": (("unshare", 272, 97), ("setns", 308, 268)),
     "mounts and roots: the view of files is the sandbox's to make": (
         ("mount", 165, 40),
         ("umount2", 166, 39),

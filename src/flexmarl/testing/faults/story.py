@@ -13,7 +13,6 @@ from flexmarl.events.run_events import CheckpointSaved, Resumed, StepEnded, Stor
 from flexmarl.experience.interface import Row
 from flexmarl.records import EpisodeId, InstanceId, PolicyName, SampleId, Version, split_sample_id, split_trajectory_id
 from flexmarl.testing.faults.watched import WatchedEngine, WatchedTrainer
-from flexmarl.testing.scripted_run import ScriptedRun
 
 E = TypeVar("E", bound=Event)
 
@@ -184,19 +183,3 @@ def ended_by(event: Event) -> Sequence[int]:
 def group_of(sample_id: str) -> int:
     """Returns the group to which a sample belongs."""
     return split_trajectory_id(split_sample_id(sample_id)[2])[0]
-
-
-def story_of(*runs: ScriptedRun, folder: str = "") -> Story:
-    """Makes the story of a scripted run. Each of `runs` is a life; all but the last one were killed."""
-    lives = [
-        Life(
-            events=run.events.all,
-            error=run.failure if run is runs[-1] else None,
-            killed=run is not runs[-1],
-            hung=False,
-            engines={InstanceId(policy, n): one for policy, many in run.engines.items() for n, one in enumerate(many)},
-            trainers=run.trainers,
-        )
-        for run in runs
-    ]
-    return Story(settings=runs[-1].settings, chance=True, lives=lives, rows=tuple(runs[-1].rows()), folder=folder)

@@ -208,10 +208,7 @@ class EngineCore:
         self._block_bytes = settings.kv_bytes(cached_numbers(model)).block
         self._cache = BlockCache(model, settings.kv_block, settings.max_len, FIRST + number)
         self._ledger = KvLedger(
-            number,
-            settings.kv_block,
-            KeptPrefixes(settings.num_kept(deterministic=deterministic)),
-            first=FIRST,
+            number, settings.kv_block, KeptPrefixes(settings.num_kept(deterministic=deterministic)), first=FIRST
         )
         model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         self._vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
