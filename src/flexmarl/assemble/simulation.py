@@ -15,7 +15,7 @@ import flexmarl.simulator.workload  # noqa: F401  # its tasks and workflow can b
 from flexmarl.agents import TeamSpec
 from flexmarl.analysis.costs import costs_of
 from flexmarl.assemble.blueprint import Blueprint, draw_up
-from flexmarl.assemble.boxes import check_sandbox_of
+from flexmarl.assemble.boxes import boxed_scorer, check_sandbox_of
 from flexmarl.assemble.commands import new_run_folder
 from flexmarl.assemble.ending import Supervisor, recorded_failure, run_until_lost
 from flexmarl.assemble.engine_room import growth_note
@@ -133,7 +133,7 @@ def _played(
     with RealTime() as real:
         team = twinned(blueprint.team, settings.simulation.tools, settings.seed, real)
         team = drawn(team, settings.simulation.rewards, settings.seed)
-        if (seconds := settings.simulation.score_s) is not None:
+        if (seconds := settings.simulation.score_s) is not None and boxed_scorer(settings):  # Boxes that were tried.
             blueprint = replace(blueprint, source=TwinnedTasks(blueprint.source, seconds, real))
         folder = new_run_folder(settings, SIMULATED + settings.name)
         folder.config.write_text(_as_yaml(settings), encoding="utf-8")
