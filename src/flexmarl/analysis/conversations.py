@@ -452,9 +452,8 @@ def _tools(
 
 def _continues(row: Row, before: Row, prompts: Mapping[SampleId, IntArray]) -> bool:
     """True if a call goes on with the message of the one before: its prompt is that prompt and its reply."""
-    prompt = prompts[row.sample_id]
     said = np.concatenate([prompts[before.sample_id], _ids(before, "response_ids")])
-    return len(prompt) > 0 and np.array_equal(prompt, said)
+    return np.array_equal(prompts[row.sample_id], said)
 
 
 def _act(row: Row) -> int:
