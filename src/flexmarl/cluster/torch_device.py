@@ -33,6 +33,17 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+@contextmanager
+def with_threads(number: int | None) -> Iterator[None]:
+    """Sets torch's number of threads inside the block; whoever else computes on this thread keeps its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def choose_kernels(device: torch.device) -> None:
     """For CUDA, makes the process choose kernels whose results do not depend on the shapes of a batch."""
     if device.type != "cuda":

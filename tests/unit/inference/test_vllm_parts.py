@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import flexmarl
 from flexmarl.cluster.interpreters import require_interpreter
+from flexmarl.cluster.torch_device import with_threads
 from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.inference.backends.vllm.handed_weights import HandedTree, adapter_in, handed_adapter, handed_tree
@@ -126,6 +127,18 @@ def test_each_version_is_published_with_its_canary_and_the_last_two_are_kept() -
         await store.get(canary_key(POLICY, Version(1)))
 
     asyncio.run(check())
+
+
+def test_a_canary_takes_one_thread_and_the_trainer_keeps_its_number(monkeypatch) -> None:
+    """With two threads and an engine on both cores, the pass took 12 s in place of 0.2."""
+    shape = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, num_key_value_heads=1, intermediate_size=16))
+    seen, passed = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda **inputs: (seen.append(torch.get_num_threads()), passed(**inputs))[1])
+    trainer = SingleProcessTrainer(POLICY, model, TrainingSettings(), InlineObjectStore(), canary=True)
+    with with_threads(2):
+        trainer._network.canary()
+        assert (seen, torch.get_num_threads()) == ([1], 2)
 
 
 @pytest.mark.parametrize("users", [None, "sockets"])

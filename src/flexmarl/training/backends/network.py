@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexmarl.cluster.torch_device import deterministic_kernels, place, returning_heap
+from flexmarl.cluster.torch_device import deterministic_kernels, place, returning_heap, with_threads
 from flexmarl.errors import TrainingError
 from flexmarl.records import Sample
 from flexmarl.training.backends.adapter import Adapter
@@ -254,7 +254,7 @@ class Network:
         """Fixed ids, spread over the vocabulary, and the log-probability of each after all of them (`canary_key`)."""
         embeddings: Any = self.model.get_input_embeddings()
         ids = torch.arange(CANARY_TOKENS, device=self.model.device) * 7919 % embeddings.num_embeddings
-        with self.computing():
+        with with_threads(1), self.computing():  # Several would wait for each other where an engine has the cores.
             logits = self.model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1]
         return {"ids": ids.cpu(), "logprobs": torch.log_softmax(logits.float(), -1)[ids].cpu()}
 

@@ -11,14 +11,15 @@ unblocked by: a request; the pump task exists only while there is work
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from flexmarl.cluster.concurrency import DeviceThread
+from flexmarl.cluster.torch_device import with_threads
 from flexmarl.errors import EngineError, boundary
 from flexmarl.inference.backends.embedded.core import EngineCore
 from flexmarl.inference.backends.embedded.sampler import Decode
@@ -337,23 +338,12 @@ def _pass(
     """Takes commands and decodes a few steps, on the device thread; stops early to deliver if no request waits, or if
     one that streams has its first token."""
     done = _take_in(core, inbox)
-    with _threads(settings.threads):
+    with with_threads(settings.threads):
         for _ in range(settings.steps_per_turn):
             if core.idle or (done and not core.waiting) or core.has_news:
                 break
             done += core.step()
     return done, core.progress(), core.use()
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Sets torch's number of threads inside the block; a trainer on the same device thread keeps its own number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _take_in(core: EngineCore, inbox: Sequence[_Arrival]) -> list[Generation]:
