@@ -192,8 +192,8 @@ def _as_place(file: str, number: int) -> str:
 
 MOST_CAUSES = 20
 """Errors that are searched in a chain of causes; a chain may be a circle."""
-_NOT_THE_USERS = (os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep, "<frozen ")
-"""How file names of this package, of Python's library and of frozen modules begin."""
+_NOT_THE_USERS = (os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep, "<frozen ", "<string>")
+"""How file names of this package, of Python's library, of frozen modules and of dataclasses' own methods begin."""
 
 
 def type_name(error: BaseException) -> str:

@@ -4,13 +4,24 @@ import gc
 import json
 import sys
 import threading
+from dataclasses import dataclass
 from types import FrameType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexmarl.errors import MAX_TEXT, EngineError, EpisodeError, boundary, cause_of, described, frame_of, writable
+from flexmarl.errors import (
+    MAX_TEXT,
+    EngineError,
+    EpisodeError,
+    boundary,
+    cause_of,
+    described,
+    frame_of,
+    place_of,
+    writable,
+)
 from flexmarl.events.safe_json import plain
 
 
@@ -29,6 +40,16 @@ def test_a_text_that_was_made_writable_can_be_written_and_is_otherwise_the_same(
 
 def test_a_long_text_is_cut_and_says_how_long_it_was():
     assert writable("x" * 10**6) == f"{'x' * MAX_TEXT}... (1000000 characters)"
+
+
+def test_the_place_of_an_error_in_a_method_that_dataclass_wrote_is_the_line_that_called_it():
+    @dataclass(order=True)
+    class Move:
+        sticks: int | str
+
+    with pytest.raises(TypeError) as raised:
+        assert Move(1) < Move("one")
+    assert place_of(raised.value) == f"test_errors.py:{raised.tb.tb_lineno}"
 
 
 @pytest.mark.parametrize("broken", [ValueError, SystemExit, GeneratorExit])
