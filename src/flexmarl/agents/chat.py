@@ -65,8 +65,7 @@ class ChatOptions:
 
 
 class ChatRenderer:
-    """Makes prompt ids with one tokenizer. Stateless apart from a cache; shared by all agents of a policy that have the
-    same options."""
+    """Makes prompt ids with one tokenizer. Has a cache alone; agents of a policy with the same options share it."""
 
     stands_in = False
     """True if it takes the place of another tokenizer, whose template may take other options."""

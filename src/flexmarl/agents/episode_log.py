@@ -190,8 +190,7 @@ class Ledger:
         self.untrained[sample_id] = because
 
     def hand_over(self, turn: Turn, by: Turn) -> None:
-        """Notes that a turn is part of work which `by` has delegated. It is rewarded as `by` is, unless it is rewarded
-        itself."""
+        """Notes that a turn is part of what `by` has delegated: it is rewarded as `by` is, unless by itself."""
         self._handed[turn.sample_id] = by
 
     def reward_turns(self, turns: Iterable[Turn], reward: float, part: str) -> None:

@@ -166,8 +166,7 @@ class Template:
             ) from error
 
     def suffix(self, *answers: Message) -> str:
-        """Text after a response: the end of its turn, the message or the results that answer it, the generation
-        prompt."""
+        """Text after a response: the end of its turn, what answers it, and the generation prompt."""
         said = self._placeholder(answers)
         text = self._behind(said, *answers)
         # Behind a call there may be the end of its JSON or of its tag, which belongs to the response.

@@ -18,8 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 BLOCK = 1 << 15
-"""Words that share a factor. Their coefficients, 256 KiB for each sum, stay in a core's cache. Fewer would need more
-calls."""
+"""Words that share a factor. Their coefficients, 256 KiB a sum, stay in a core's cache; fewer need more calls."""
 WORD_BYTES = 8
 MASK = (1 << 64) - 1
 

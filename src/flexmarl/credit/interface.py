@@ -74,8 +74,7 @@ class CreditRow:
     objectives: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward that the workflow asked for: the outcome, as reshaped by a term, and its other parts."""
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward that settings added or took; their size matters as it is. `objectives` and `prices` add up to
-    the reward."""
+    """Parts of the reward that settings added or took; their size matters. The reward is `objectives` and `prices`."""
     signals: Mapping[str, float] = field(default_factory=dict)
     """Findings in the call, each in [0, 1]: `tool_error`, `format_error` ..."""
     token_rewards: Tokens | None = None

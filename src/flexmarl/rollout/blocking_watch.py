@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from flexmarl.errors import frame_of, users_line
@@ -40,7 +41,9 @@ class BlockingWatch:
         """`events` get `LoopBlocked` when the loop goes on. `stuck` is called in the thread, with the line."""
         self._events, self._stuck = events, stuck
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
-        self._beat_at = time.monotonic()
+        self._native_thread = threading.get_native_id()
+        self._beaten = time.monotonic(), _without_cpu_s(self._native_thread)
+        """The last beat, and the seconds until then in which the loop's thread had no CPU."""
         self._blocked: tuple[float, str] = (0.0, "")
         """The last beat before user code blocked the loop; its line."""
         self._ended = threading.Event()
@@ -59,16 +62,16 @@ class BlockingWatch:
 
     def _beat(self) -> None:
         now, (since, place) = time.monotonic(), self._blocked
-        if since == self._beat_at:
+        if since == self._beaten[0]:
             self._events.emit(LoopBlocked(place=place, seconds=now - since))
-        self._beat_at = now
+        self._beaten = now, _without_cpu_s(self._native_thread)
         self._timer = self._loop.call_later(BEAT_S, self._beat)
 
     def _look(self) -> None:
         told = ""
         while not self._ended.wait(BEAT_S):
-            since = self._beat_at
-            late = time.monotonic() - since
+            since, without_cpu = self._beaten
+            late = time.monotonic() - since - (_without_cpu_s(self._native_thread) - without_cpu)
             if late < BLOCKED_S or not (place := self._place()):
                 continue
             self._blocked = since, place
@@ -84,3 +87,10 @@ class BlockingWatch:
             lines.append((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
         return users_line(lines[::-1]) if frame is not None else ""
+
+
+def _without_cpu_s(thread: int) -> float:
+    """Seconds in which a thread of this process could have run and had no CPU; 0 where the kernel does not say it."""
+    with suppress(OSError, IndexError):
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0

@@ -15,8 +15,7 @@ from flexmarl.settings import Settings
 
 
 class SandboxSettings(Settings):
-    """The boxes of a run, on this machine. They are opened only for tools that need them; `flexmarl sandbox probe`
-    tries them."""
+    """Boxes of a run, on this machine, opened only for tools that need them. `flexmarl sandbox probe` tries them."""
 
     type: Literal["bubblewrap"] = "bubblewrap"
     """This kind, also of a section without a type."""

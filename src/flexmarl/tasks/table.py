@@ -33,8 +33,7 @@ class TaskTable(Settings):
     system: str | None = None
     """Field with a system prompt of the task's own, a text; null: the tasks have none."""
     reference: str | None = "reference"
-    """Field with the reference answer: a text or number; an object or list counts as its JSON. null: the tasks have
-    none."""
+    """Field with the reference answer: a text or number; an object or list counts as its JSON. null: there is none."""
     input_id: str | None = None
     """Field with the id of a task, unique; null: the id is made from the row's number."""
     scorer: str = "exact"

@@ -24,8 +24,7 @@ class ToolContext:
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Files of the task by name: its `data["files"]`."""
     deadline: float = math.inf
-    """Time of the event loop, in seconds, at which the episode ends at the latest, as far as is known when the tool is
-    opened."""
+    """Time of the event loop, in seconds, at which the episode ends at the latest, as known when the tool is opened."""
     sandbox: Sandbox | None = None
     """Opens boxes for code that a model wrote, if a tool of the run needs them (`needs_box`)."""
 

@@ -2,6 +2,10 @@
 
 import asyncio
 import inspect
+import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 from flexmarl.events.event import Events
 from flexmarl.events.run_events import LoopBlocked
 from flexmarl.rollout import blocking_watch
-from flexmarl.rollout.blocking_watch import BlockingWatch
+from flexmarl.rollout.blocking_watch import BlockingWatch, _without_cpu_s
 from flexmarl.simulator.virtual_time import run_virtual
 
 HERE = Path(__file__).name
@@ -64,6 +68,27 @@ def test_a_block_that_lasts_is_told_once_while_it_lasts():
 
 def test_who_awaits_blocks_nobody():
     assert watched(asyncio.sleep(0.5)) == ([], [])
+
+
+def test_a_machine_without_a_free_cpu_is_not_blamed_on_user_code(monkeypatch):
+    monkeypatch.setattr(blocking_watch, "_without_cpu_s", lambda thread: time.monotonic())
+    assert watched(calls_it(0.7)) == ([], [])
+
+
+def test_the_time_that_a_thread_waits_for_a_cpu_is_known():
+    cpus, before = os.sched_getaffinity(0), _without_cpu_s(threading.get_native_id())
+    busy = f"import os\nos.sched_setaffinity(0, [{min(cpus)}])\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        os.sched_setaffinity(0, [min(cpus)])
+        try:
+            ends = time.thread_time() + 0.3
+            while time.thread_time() < ends:
+                pass
+        finally:
+            os.sched_setaffinity(0, cpus)
+            other.kill()
+    assert _without_cpu_s(threading.get_native_id()) - before > 0.1
 
 
 def test_code_that_no_callback_of_the_loop_runs_is_not_meant():

@@ -216,8 +216,7 @@ class RewardToGo(AddedTerm):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per call in between; 1 leaves expected gradients as they are."""
     scope: Literal["descendants", "agent", "team"] = "descendants"
-    """Calls whose rewards count: those that depend on this one (descendants), the agent's later ones, or all later ones
-    (team)."""
+    """Calls whose rewards count: those that depend on this one (descendants), the agent's later ones, or all (team)."""
 
     sees: ClassVar[Sees] = "episode"
     follows_calls: ClassVar[bool] = True

@@ -33,8 +33,7 @@ from flexmarl.training.tree.attention import shape_of, use_prefix_trees
 from flexmarl.training.tree.merge import PrefixTree
 
 CANARY_TOKENS = 8
-"""Tokens of a canary: enough that no two versions agree on their log-probabilities, and no more, since a load waits for
-them twice."""
+"""Tokens of a canary: enough that no two versions agree on their log-probabilities. A load waits for them twice."""
 
 
 class Reference(Protocol):

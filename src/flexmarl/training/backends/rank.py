@@ -59,8 +59,7 @@ class Trained:
 
 
 MakeSingle = Callable[[PolicyName, PreTrainedModel, Ranks], SingleProcessTrainer]
-"""Makes the trainer of a policy around a model that is loaded already, as one of these ranks; called on the rank's
-device thread."""
+"""Makes the trainer of a policy around a model that is loaded, as one of these ranks; runs on its device thread."""
 
 
 class RankHost:
