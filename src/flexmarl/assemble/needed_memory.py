@@ -188,7 +188,8 @@ def _libraries(settings: RunSettings) -> Part:
     """Python, torch and transformers in each process of the run: this process has loaded the same."""
     processes = 1
     if settings.cluster.backend == "ray":
-        engines = [policy.instances for policy in settings.policies.values() if computes(policy.engine)]
+        hosts = [policy for name, policy in settings.policies.items() if settings.together(name)[0] == name]
+        engines = [policy.instances for policy in hosts if computes(policy.engine)]
         alone = len(settings.trained) - sum(len(names) - 1 for names in settings.trained_together)
         processes += sum(engines) + (settings.shared_places * settings.ranks or alone)
     setting = "cluster.backend=inline" if processes > 1 else ""

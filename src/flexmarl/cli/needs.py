@@ -201,7 +201,7 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     engines = list(_engines(settings))
     trainers = settings.shared_places * settings.ranks or len(settings.trained)
     ranks = [WorkerId.rank(number, 0) for number in range(trainers)]
-    rooms, _ = needed([*engines, *(_room(rank, "training", takes_turns=settings.in_turns) for rank in ranks)])
+    rooms, accelerators = needed([*engines, *(_room(rank, "training", takes_turns=settings.in_turns) for rank in ranks)])
     trained_on = f"{trainers} trainers"
     if settings.shared_places:
         places = f"{settings.shared_places} {'place' if settings.shared_places == 1 else 'places'}"
@@ -211,24 +211,26 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
         trained_on += f", in {rooms} rooms: {in_turn} engines and {trainers} training processes have theirs in turn"
     others = f", and {in_controller} engines in the controller's process" if in_controller else ""
     found_here = ", ".join(machine.devices) or f"{machine.cores} cores, no accelerator"
-    short = cluster.device == "cuda" and len(machine.devices) < rooms
+    short = cluster.device == "cuda" and len(machine.devices) < accelerators
     yield Finding(
         "processes",
         f"{len(engines)} engines and {trained_on}, on {cluster.device}{others}; here: {found_here}",
-        f"run on a machine with {rooms} accelerators, or set cluster.device=cpu" if short else "",
+        f"run on a machine with {accelerators} accelerators, or set cluster.device=cpu" if short else "",
     )
 
 
 def _engines(settings: RunSettings) -> Iterator[RoomRequest]:
-    """The rooms that engines which compute ask for, without their further devices."""
+    """The rooms that engines which compute ask for."""
     for name, policy in settings.policies.items():
-        for number in range(policy.instances if computes(policy.engine) else 0):
+        own = computes(policy.engine) and settings.together(name)[0] == name
+        for number in range(policy.instances if own else 0):
             engine = WorkerId.engine(InstanceId(PolicyName(name), number))
-            yield _room(engine, "rollout", takes_turns=settings.takes_turns(name))
+            devices = getattr(policy.engine, "tensor_parallel", 1)
+            yield _room(engine, "rollout", takes_turns=settings.takes_turns(name), devices=devices)
 
 
-def _room(name: WorkerId, pool: str, *, takes_turns: bool) -> RoomRequest:
-    return RoomRequest(name=name, devices=1, pool=pool, takes_turns=takes_turns)
+def _room(name: WorkerId, pool: str, *, takes_turns: bool, devices: int = 1) -> RoomRequest:
+    return RoomRequest(name=name, devices=devices, pool=pool, takes_turns=takes_turns)
 
 
 def _ports(cluster: ClusterSettings) -> Finding:

@@ -50,6 +50,8 @@ def test_colocated_training_needs_no_devices_beside_those_of_the_engines(small_r
     )
     ranks = processes("mode=colocated", "policies.one.training.ranks=4")
     assert ranks.todo.startswith("run on a machine with 4 accelerators")
+    wide = processes("mode=sync", "policies.one.engine={type: vllm, tensor_parallel: 2}")
+    assert wide.todo.startswith("run on a machine with 7 accelerators")
 
 
 def test_tasks_of_a_file_are_counted(small_run: Path) -> None:

@@ -1,6 +1,7 @@
 """What of the vLLM engine runs without vLLM: memory that is handed over, settings, the trainer's canary."""
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -64,19 +65,44 @@ def test_an_adapter_that_is_handed_over_has_its_digest_and_leaves_nothing() -> N
 
 def test_the_last_versions_of_an_adapter_stay_and_policies_keep_apart() -> None:
     other = PolicyName("other")
-    versions = ServedVersions([POLICY, other], Version(0), kept=3)
+    versions = ServedVersions([POLICY, other], Version(0), kept=3)  # The base is the first of these.
     gone = [
         [(old.policy, old.version) for old in versions.serve(Served(policy, Version(n), adapter))]
         for policy, n, adapter in [(POLICY, 1, 1), (other, 1, 2), (POLICY, 2, 3), (POLICY, 3, 4), (POLICY, 4, 5)]
     ]
-    assert gone == [[(POLICY, 0)], [(other, 0)], [], [], [(POLICY, 1)]]
+    assert gone == [[], [], [], [(POLICY, 0)], [(POLICY, 1)]]
     assert (versions.newest(POLICY).version, versions.newest(other).version) == (4, 1)
     assert [old.adapter for old in versions.serve(Served(POLICY, Version(4), 6))] == [5], "a version is there once"
 
 
-def test_options_that_flexmarl_sets_are_refused_by_name() -> None:
-    with pytest.raises(ValidationError, match=r"options.dtype is set by flexmarl; use engine\.dtype"):
-        VllmSettings(options={"dtype": "bfloat16"})
+def test_whole_weights_replace_each_other() -> None:
+    versions = ServedVersions([POLICY], Version(0), kept=1)
+    assert [[old.version for old in versions.serve(Served(POLICY, Version(n)))] for n in (1, 2)] == [[0], [1]]
+
+
+def test_memory_that_nobody_hands_over_any_more_goes_without_an_end_of_its_block() -> None:
+    """As when a load is cancelled while the device thread copies."""
+    handed = HandedTree({"a": torch.zeros(4)}).__enter__()
+    path = Path(handed.address["path"])
+    assert path.exists()
+    with pytest.warns(ResourceWarning, match="unclosed"):
+        del handed
+        gc.collect()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"dtype": "bfloat16"}, r"use engine\.dtype"),
+        ({"hf_token": "hf_secret"}, "set the environment variable HF_TOKEN"),
+        ({"pipeline_parallel_size": 2}, r"use engine\.tensor_parallel"),
+    ],
+)
+def test_options_that_flexmarl_sets_are_refused_by_name(option, instead) -> None:
+    (key,) = option
+    with pytest.raises(ValidationError, match=rf"options.{key} is set by flexmarl; {instead}"):
+        VllmSettings(options=option)
 
 
 def test_an_interpreter_without_the_package_or_that_is_none_is_named(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
 
 
 def _options_of(settings: VllmSettings) -> str:
-    return f", with options {settings.options}" if settings.options else ""
+    return f", with options.{' and options.'.join(settings.options)}" if settings.options else ""
 
 
 def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> dict[str, Any]:
@@ -67,6 +67,8 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "max_model_len": settings.max_len,
         "max_num_seqs": settings.slots,
         "tensor_parallel_size": settings.tensor_parallel,
+        # In an actor vLLM would place its workers on Ray, one accelerator each; ours has all of its own in one place.
+        "distributed_executor_backend": "mp" if settings.tensor_parallel > 1 else None,
         "enable_prefix_caching": settings.prefix_caching,
         "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * GIB),
         "logprobs_mode": "raw_logprobs",
@@ -80,12 +82,12 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
 
 
 def _of_adapters(adapters: AdapterRoom, *, versions: int) -> dict[str, Any]:
-    """Room for `versions` of each adapter in a batch, and for one more while it is loaded."""
+    """Room for `versions` of each adapter in a batch, and for one more, whose canary waits for none of these."""
     side_by_side = adapters.slots * versions
     ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapters.max_rank]
     return {
         "enable_lora": True,
-        "max_loras": side_by_side,
+        "max_loras": side_by_side + 1,
         "max_cpu_loras": side_by_side + adapters.slots,
         "max_lora_rank": min(ranks),
     }

@@ -37,28 +37,23 @@ class HandedTree:
     def __init__(self, tree: Mapping[str, torch.Tensor]) -> None:
         self._tree = tree
         self._layout = layout_of(tree)
-        self._file = -1
 
     def __enter__(self) -> "HandedTree":
-        self._file = os.memfd_create("flexmarl-weights")
-        try:
-            os.ftruncate(self._file, max(1, self._layout.num_bytes))
-            block = mmap.mmap(self._file, max(1, self._layout.num_bytes))
-            copy_in(self._tree, views(self._layout, block))
-        except BaseException:
-            os.close(self._file)
-            raise
+        self._file = open(os.memfd_create("flexmarl-weights"), "r+b", buffering=0)  # Closed when it is forgotten, too.
+        os.ftruncate(self._file.fileno(), max(1, self._layout.num_bytes))
+        block = mmap.mmap(self._file.fileno(), max(1, self._layout.num_bytes))
+        copy_in(self._tree, views(self._layout, block))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._file)
+        self._file.close()
 
     @property
     def address(self) -> dict[str, Any]:
         """Where it is, in plain values; valid inside the block."""
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "layout": self._layout.as_plain()}
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file.fileno()}", "layout": self._layout.as_plain()}
 
 
 def handed_tree(address: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ class ServedVersions:
     """The loaded versions of each policy of one engine."""
 
     def __init__(self, policies: Iterable[PolicyName], version: Version, *, kept: int) -> None:
-        """`kept` is the number of an adapter's versions that requests may run under, the newest included."""
+        """`kept` is the number of versions that requests may run under, the newest included; 1 for whole weights."""
         self._of = {policy: [Served(policy, version)] for policy in policies}
         self._kept = kept
 
@@ -55,10 +55,10 @@ class ServedVersions:
 
         >>> versions, adapters = ServedVersions(["solver"], 0, kept=2), [Served("solver", n, n) for n in (1, 2, 3)]
         >>> [[old.version for old in versions.serve(new)] for new in adapters]
-        [[0], [], [1]]
+        [[], [0], [1]]
         """
         served = self._of[new.policy]
-        replaced = [old for old in served if old.version == new.version or not old.adapter]
+        replaced = [old for old in served if old.version == new.version]
         stay = [old for old in served if old not in replaced]
         late = stay[: max(0, len(stay) + 1 - self._kept)]
         self._of[new.policy] = [*stay[len(late) :], new]

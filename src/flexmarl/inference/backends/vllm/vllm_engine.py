@@ -12,7 +12,6 @@ unblocked by: tokens; the end of a load; the watch, when vLLM's own processes ar
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import TypeVar
 
@@ -93,7 +92,9 @@ class VllmEngine:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: self._gauge], disable_log_stats=True)
             unlink_shared_memory()
         self._stops = StopWatch(config.model_config.get_vocab_size(), parts.decode)
-        self._versions = ServedVersions((parts.policy, *parts.together), parts.version, kept=parts.versions)
+        self._versions = ServedVersions(
+            (parts.policy, *parts.together), parts.version, kept=parts.versions if settings.adapters else 1
+        )
         self._adapters = count(1)
         self._generated = 0
         self._open: dict[str, OpenRequest] = {}
@@ -110,15 +111,14 @@ class VllmEngine:
         self._require_open()
         answers = asyncio.Queue[Generation | GenerationProgress | EngineError]()
         refused: list[Generation] = []
-        left: set[str] = set()
+        left: dict[str, OpenRequest] = {}
         for request in requests:
             if problem := self._problem(request):
                 refused.append(unserved(request, self._version_of(request), FinishReason.ERROR, problem))
                 continue
             name = request.request_id
             self._stops.watch(request.sampling)
-            self._open[name] = one = OpenRequest(request, answers)
-            left.add(name)
+            self._open[name] = left[name] = one = OpenRequest(request, answers)
             self._tasks[name] = asyncio.create_task(self._serve(one), name=f"vllm {name}")
         try:
             for generation in refused:
@@ -128,13 +128,14 @@ class VllmEngine:
                 if isinstance(answer, EngineError):
                     raise EngineError(str(answer)) from answer
                 if isinstance(answer, Generation):
-                    left.discard(answer.request_id)
+                    left.pop(answer.request_id, None)
                 yield answer
         finally:
-            for name in left:
-                if one := self._open.pop(name, None):
+            for name, one in left.items():
+                if self._open.get(name) is one:  # Not a later request of the same id.
                     one.over = True
-                    self._tasks.pop(name).cancel()  # Its generator tells vLLM.
+                    del self._open[name]
+                    self._tasks.pop(name).cancel()  # Its generator ends it in vLLM.
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ends these requests with the tokens that have come. Unknown ids are ignored."""
@@ -142,8 +143,8 @@ class VllmEngine:
             return
         found = [self._open[name] for name in request_ids if name in self._open]
         for one in found:
-            one.over = True
-            if one.under is None:  # It waits for a load, or has not begun.
+            waits, one.over = one.under is None and not one.over, True
+            if waits:  # For a load, or it has not begun. One that was aborted before may wait for a sign of the core.
                 self._tasks.pop(one.request.request_id).cancel()
                 self._answer(one, unserved(one.request, self._version_of(one.request), FinishReason.ABORT))
         if running := [one.request.request_id for one in found if one.under is not None]:
@@ -218,20 +219,20 @@ class VllmEngine:
                     )
                 )
                 await self._unless_lost(self._compare(canary, new))
-            except BaseException:
+            except Exception:  # Who cancels it, because the core hangs, must not wait for the core.
                 if not self._closed:
                     await self._unless_lost(self._llm.remove_lora(new.adapter))
                 raise
         for old in self._versions.serve(new):
+            await self._drain(lambda under, old=old: under is old)
             if old.adapter:
-                await self._drain(lambda under, old=old: under is old)
                 await self._unless_lost(self._llm.remove_lora(old.adapter))
         return held
 
     async def close(self) -> None:
         """Ends what runs with finish `abort`, and vLLM's processes. A second call does nothing."""
         if not self._closed:
-            self._closed = f"the engine of '{self._policy}' is closed"
+            self._end(f"the engine of '{self._policy}' is closed")
             for name, one in list(self._open.items()):
                 self._tasks.pop(name).cancel()
                 self._answer(one, unserved(one.request, self._version_of(one.request), FinishReason.ABORT))
@@ -241,7 +242,7 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown)
 
     async def _serve(self, one: OpenRequest) -> None:
-        """Runs one request to its end, over as many versions as are loaded meanwhile."""
+        """Runs one request to its end, over as many versions as are loaded until then."""
         try:
             while True:
                 await self._may_go.wait()
@@ -261,7 +262,7 @@ class VllmEngine:
         self._answer(one, piece)
 
     async def _piece(self, request: GenerationRequest) -> Generation:
-        """Has vLLM sample until the request ends, or until it is aborted. The version does not change meanwhile."""
+        """Has vLLM sample until the request ends, or until it is aborted, all under one version."""
         name, served, sampling = request.request_id, self._versions.newest(request.policy), request.sampling
         one = self._open[name]
         one.streamed = 0
@@ -387,9 +388,7 @@ class VllmEngine:
         """Ends every request with an error, once. The engine serves nothing any more."""
         if self._closed:
             return
-        self._closed = f"the engine of '{self._policy}' is lost: {because}"
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(None)
+        self._end(f"the engine of '{self._policy}' is lost: {because}")
         failure = EngineError(self._closed)
         for answers in {id(one.answers): one.answers for one in self._open.values()}.values():
             answers.put_nowait(failure)
@@ -399,6 +398,12 @@ class VllmEngine:
                 task.cancel()
         self._tasks.clear()
 
+    def _end(self, because: str) -> None:
+        """Nothing is served from now on, and who waits for the core waits no more."""
+        self._closed = because
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(None)
+
     def _answer(self, one: OpenRequest, piece: Generation) -> None:
         if self._open.pop(piece.request_id, None) is not None:
             self._tasks.pop(piece.request_id, None)
@@ -407,8 +412,7 @@ class VllmEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineError(self._closed)
-        with suppress(RuntimeError):
-            self._watch()
+        self._watch()
 
     def _not_served(self, policy: PolicyName) -> str:
         names = " and ".join(f"'{name}'" for name in self._versions.policies)

@@ -26,7 +26,7 @@ from flexmarl.inference.backends.vllm.vllm_start import OWNER
 from flexmarl.objects.interface import checksum, names_checksum
 
 _PR_SET_PDEATHSIG = 1
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD, _EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 
 
 def register() -> None:
@@ -93,8 +93,11 @@ class FlexmarlTransfer(WeightTransferEngine[NoInit, HandedUpdate]):
         tree = handed_tree(update_info.address)
         digest = checksum(tree) if update_info.verify == "full" else names_checksum(tree)
         if _HEAD not in tree and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            tree[_HEAD] = tree[_EMBEDDING]
-        self.model.load_weights(tree.items())
+            tree[_HEAD] = next(tensor for name, tensor in tree.items() if name.endswith(_EMBEDDINGS))
+        named = {name for name, _ in self.model.named_parameters()}
+        loaded = self.model.load_weights(tree.items())  # A layer that it gives nothing would keep its old weights.
+        if loaded is not None and self.model_config.quantization is None and (missing := sorted(named - loaded)):
+            raise ValueError(f"vLLM finds no weights of {missing[0]} and {len(missing) - 1} more in what was published")
         self.digest = digest
 
     def finish_weight_update(self) -> None:
