@@ -13,9 +13,11 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import EpisodeError
 from flexmarl.records import GroupId, GroupRecord, Task
 from flexmarl.rollout.player import Player
+from flexmarl.sandbox.backends.bubblewrap import Bubblewrap
+from flexmarl.sandbox.settings import SandboxSettings
 from flexmarl.testing.agents import ScriptedModel
 from flexmarl.tools import Observation, Tool, ToolContext
-from flexmarl.tools.boxed import LOST, PythonTool, ShellTool
+from flexmarl.tools.boxed import CUT, LOST, PythonTool, ShellTool
 from flexmarl.tools.sql import SqlTool
 from tests.commands import run_commands
 from tests.sandbox.conftest import remains
@@ -76,8 +78,19 @@ def test_a_cancelled_call_ends_its_box_and_leaves_the_tool_usable(sandbox):
                     await bound.call({"code": "while True: pass"})
             return (await bound.call({"code": "6 * 7"})).text
 
-    assert asyncio.run(run()) == "42"
+    assert asyncio.run(run()) == f"42\n{CUT}"
     assert remains() == []
+
+
+def test_a_call_has_its_time_also_where_the_end_of_the_episode_was_moved(sandbox):
+    """The episode's limit stands still while calls are held, and what a tool was opened with is the first one."""
+
+    async def run() -> Observation:
+        soon = asyncio.get_running_loop().time() + 0.01
+        async with PythonTool().open(ToolContext(episode="e", seed=1, deadline=soon, sandbox=sandbox)) as bound:
+            return await bound.call({"code": "import time; time.sleep(0.2); 'done'"})
+
+    assert asyncio.run(run()).text == "'done'"
 
 
 def test_without_a_sandbox_a_call_is_a_fault():
@@ -94,6 +107,40 @@ def test_shell_keeps_files_and_tells_the_status(sandbox):
 
 def queries(*texts: str) -> list[Mapping[str, Any]]:
     return [{"query": text} for text in texts]
+
+
+SLOW = "SELECT instr(printf('%.*c', 9000000, 'a'), printf('%.*c', 4000000, 'a') || 'b')"
+"""One step of SQLite's machine, which takes minutes."""
+
+
+def test_a_query_that_costs_its_box_costs_the_next_ones_nothing(sandbox):
+    async def run() -> list[str]:
+        tool = SqlTool(script=SCRIPT, timeout_s=1)
+        async with tool.open(ToolContext(episode="e", seed=1, sandbox=sandbox)) as bound:
+            asked = [{"query": query} for query in (SLOW, "SELECT count(*) FROM sales")]
+            found = [*await asyncio.gather(*map(bound.call, asked)), await bound.call(asked[1])]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await bound.call(asked[0])
+            found.append(await bound.call(asked[1]))
+        return [one.text for one in found]
+
+    lost, *others = asyncio.run(run())
+    assert lost == f"it took longer than 1 s\n{LOST}"
+    assert others == ["count(*)\n3"] * 3
+
+
+def test_an_answer_of_sql_that_was_cut_is_an_observation():
+    few = Bubblewrap(SandboxSettings(output_kib=4))
+    (cut,) = called(few, SqlTool(script=SCRIPT), *queries("SELECT printf('%.*c', 9000, 'a')"))
+    assert not cut.text.startswith("{'a'")
+    assert "bytes of output were not kept" in cut.text
+
+
+def test_a_database_that_takes_too_long_is_named_with_its_tool_and_its_time(sandbox):
+    tool = SqlTool(script=SCRIPT, timeout_s=0.001)
+    with pytest.raises(EpisodeError, match=r"database of the tool 'sql' cannot be loaded in timeout_s=0\.001: it took"):
+        called(sandbox, tool, *queries("SELECT 1"))
 
 
 def test_sql_answers_with_rows_and_shows_its_tables_to_the_model(sandbox):

@@ -1,18 +1,23 @@
 """Boxes on bubblewrap: what they are for, and what no program gets out of one."""
 
 import asyncio
+import json
 import os
+import resource
 import socket
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from flexmarl.sandbox.backends import bubblewrap
+from flexmarl.errors import EpisodeError
+from flexmarl.sandbox.backends import bubblewrap, open_box
 from flexmarl.sandbox.backends.bubblewrap import Bubblewrap
 from flexmarl.sandbox.interface import Ended, Limits
+from flexmarl.sandbox.settings import SandboxSettings
 from flexmarl.testing.sandbox import (
     ATTACKS,
     ENDLESS,
@@ -163,3 +168,94 @@ def test_the_page_of_the_sandbox_runs(sandbox, capfd):
     said = capfd.readouterr().out
     assert "'1,2\\n'" in said or "1,2" in said
     assert "1 data.csv" in said
+
+
+FORGED = """
+import os, struct, sys
+frame = b"[" + b"[]," * (2**21) + b"[]]"
+rest = memoryview(struct.pack("!I", len(frame)) + frame)
+while rest:
+    rest = rest[os.write(int(sys.argv[1]), rest):]
+"""
+"""Six MiB on the box's own channel, which make two million lists."""
+
+
+def test_what_a_box_forges_is_not_read(sandbox, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        open_box.json, "loads", lambda text: (read.append(len(text)), json.JSONDecoder().decode(text.decode()))[1]
+    )
+
+    async def run() -> None:
+        async with sandbox.open() as box:
+            assert (await box.run(FORGED, timeout_s=60)).exit == 0
+            assert (await box.run("print('after')")).stdout == "after\n"
+
+    asyncio.run(run())
+    assert read
+    assert max(read) <= open_box.MOST_ANSWER
+
+
+def test_too_many_forged_bytes_end_the_box(sandbox, monkeypatch):
+    monkeypatch.setattr(open_box, "MOST_FORGED", 2**20)
+
+    async def run() -> tuple[Ended, bool]:
+        async with sandbox.open() as box:
+            outcome = await box.run(FORGED, timeout_s=60)
+            return outcome.ended, outcome.lost
+
+    assert asyncio.run(run()) == (Ended.TOO_MUCH_OUTPUT, True)
+
+
+def test_between_runs_nothing_of_a_box_is_read(sandbox):
+    """What a run has left behind writes for ever, and costs this process nothing."""
+
+    async def run() -> None:
+        async with sandbox.open() as box:
+            await box.run("import os\nif os.fork() == 0:\n    while True: os.write(1, bytes(65536))")
+            assert not any(asyncio.get_running_loop().remove_reader(one.ours) for one in (box._out, box._err))
+            assert (await box.run("2", timeout_s=60)).ended is Ended.EXITED
+
+    asyncio.run(run())
+    assert remains() == []
+
+
+@pytest.mark.parametrize("spare", range(10))
+def test_a_box_without_descriptors_names_the_limit_and_leaves_none(sandbox, spare):
+    def opened() -> list[int]:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+
+    async def run() -> None:
+        before, limits, held = opened(), resource.getrlimit(resource.RLIMIT_NOFILE), []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 16, limits[1]))
+        try:
+            with suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            for one in held[len(held) - spare :]:
+                os.close(one)
+            with pytest.raises(EpisodeError, match=r"Too many open files.*ulimit -n"):
+                async with sandbox.open():
+                    pass
+        finally:
+            for one in held[: len(held) - spare]:
+                os.close(one)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(opened()) == len(before)
+
+    asyncio.run(run())
+    assert remains() == []
+
+
+def test_an_interpreter_beside_which_a_home_lies_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").touch(mode=0o755)
+
+    async def run() -> None:
+        async with Bubblewrap(SandboxSettings(python=str(tmp_path / "bin" / "python3"))).open():
+            pass
+
+    with pytest.raises(EpisodeError, match=rf"a box would read all of {tmp_path}; use e.g. /usr/bin/python3"):
+        asyncio.run(run())
+    assert remains() == []

@@ -201,7 +201,9 @@ def _ray(settings: RunSettings, machine: Machine) -> Iterator[Finding]:
     engines = list(_engines(settings))
     trainers = settings.shared_places * settings.ranks or len(settings.trained)
     ranks = [WorkerId.rank(number, 0) for number in range(trainers)]
-    rooms, accelerators = needed([*engines, *(_room(rank, "training", takes_turns=settings.in_turns) for rank in ranks)])
+    rooms, accelerators = needed(
+        [*engines, *(_room(rank, "training", takes_turns=settings.in_turns) for rank in ranks)]
+    )
     trained_on = f"{trainers} trainers"
     if settings.shared_places:
         places = f"{settings.shared_places} {'place' if settings.shared_places == 1 else 'places'}"

@@ -92,6 +92,7 @@ def call(number, *arguments):
 ARM = os.uname().machine == "aarch64"
 for path in (SECRET, "/etc/passwd", "/etc/shadow", "/root/.bashrc", "/sys/fs/cgroup"):
     attempt("filesystem", "read " + path, lambda: reads(path))
+attempt("disk", "write into /dev", lambda: writes("/dev/flexmarl-probe"))
 for path in ("/usr/flexmarl-probe", "/flexmarl-probe", "/driver.py", "/proc/sys/kernel/core_pattern"):
     attempt("filesystem", "write " + path, lambda: writes(path))
 attempt("filesystem", "read the environment of process 1", lambda: reads("/proc/1/environ"))

@@ -15,6 +15,7 @@ from flexmarl.tools.interface import Observation, ToolContext
 SHOWN = {chr(code): f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 _TABLE = str.maketrans(SHOWN)
 LOST = "the session has ended, with its variables and files; the next call begins a new one"
+CUT = "the call before was cancelled, and its session has ended; this call began a new one"
 REASONS = {
     Ended.TIMED_OUT: "it took longer than {timeout_s:g} s",
     Ended.OUT_OF_MEMORY: "it used more memory than it may",
@@ -35,45 +36,65 @@ def shown(text: str) -> str:
 class BoxedCalls:
     """The calls of one seat in one episode: their box is opened at the first call, and anew if it has ended."""
 
-    def __init__(self, context: ToolContext, *, timeout_s: float, session: bool) -> None:
-        """`session`: calls share a box. Otherwise, each has its own. Raises EpisodeError if the run has no sandbox."""
+    def __init__(
+        self, context: ToolContext, *, timeout_s: float, session: bool, first: tuple[str, str] = ("", "")
+    ) -> None:
+        """`session`: calls share a box, in which `first` runs before them; its second text says what fails if it does.
+
+        Otherwise, each has its own. Raises EpisodeError if the run has no sandbox.
+        """
         if context.sandbox is None:
             raise EpisodeError("the tool runs code of a model and needs a sandbox; flexmarl gives it one in a run")
         self._sandbox, self._context = context.sandbox, context
-        self._timeout_s, self._session = timeout_s, session
+        self._timeout_s, self._session, self._first = timeout_s, session, first
+        self._cut = False
+        """True if a call was cancelled, so that nobody has read that its session is lost."""
         self._stack = AsyncExitStack()
         self._box: Box | None = None
         self._turn = asyncio.Lock()
 
     async def run(self, code: str | Sequence[str]) -> BoxOutcome:
-        """Runs code or a command for at most `timeout_s`, and at most as long as the episode has."""
-        left = self._context.deadline - asyncio.get_running_loop().time()
-        timeout_s = max(0.01, min(self._timeout_s, left))
+        """Runs code or a command for at most `timeout_s`. An episode that ends cancels it."""
         if not self._session:
             async with self._sandbox.open(self._context.files) as box:
-                return await box.run(code, timeout_s=timeout_s)
+                return await box.run(code, timeout_s=self._timeout_s)
         async with self._turn:
-            if self._box is None:
-                self._box = await self._stack.enter_async_context(self._sandbox.open(self._context.files))
-            box, self._box = self._box, None  # A call that is cancelled ends its box.
-            outcome = await box.run(code, timeout_s=timeout_s)
+            box, self._box = self._box or await self._opened(), None  # A call that is cancelled ends its box.
+            try:
+                outcome = await box.run(code, timeout_s=self._timeout_s)
+            except asyncio.CancelledError:
+                self._cut = True
+                raise
             if outcome.lost:
                 await self._stack.aclose()
             else:
                 self._box = box
             return outcome
 
+    async def _opened(self) -> Box:
+        box = await self._stack.enter_async_context(self._sandbox.open(self._context.files))
+        code, fails = self._first
+        if code and not (outcome := await box.run(code, timeout_s=self._timeout_s)).ok:
+            raise EpisodeError(f"{fails}: {outcome.stderr or self._reason(outcome)}")
+        return box
+
+    def _reason(self, outcome: BoxOutcome) -> str:
+        return REASONS[outcome.ended].format(timeout_s=self._timeout_s)
+
     def observation(self, outcome: BoxOutcome) -> Observation:
         """The outcome, as the agent reads it."""
         parts = [outcome.stdout.rstrip("\n"), outcome.stderr.rstrip("\n")]
         if outcome.ended is not Ended.EXITED:
-            parts.append(REASONS[outcome.ended].format(timeout_s=self._timeout_s))
+            parts.append(self._reason(outcome))
         elif outcome.exit:
             parts.append(f"exit status {outcome.exit}")
         if outcome.dropped_bytes:
             parts.append(f"{outcome.dropped_bytes} bytes of output were not kept")
         if outcome.lost and self._session:
             parts.append(LOST)
+        if self._cut:
+            parts.append(CUT)
+            self._cut = False
         text = "\n".join(shown(part) for part in parts if part)
         figures = {"ended": str(outcome.ended), "exit": outcome.exit, "cpu_s": outcome.cpu_s, "wall_s": outcome.wall_s}
         return Observation(text or "(no output)", ok=outcome.ok, data=figures)

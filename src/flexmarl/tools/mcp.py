@@ -47,7 +47,7 @@ class McpServer(Settings):
     user must be able to read them. A relative path starts from the working directory."""
     environment: Mapping[str, str] = Field(default={})
     """Variables of the server's environment, besides those of every box."""
-    url: str = ""
+    url: str = Field(default="", pattern=r"^$|^https?://[^@\s]+$")
     """Address of a server that speaks streamable HTTP, e.g. http://localhost:8000/mcp."""
     headers_from: Mapping[str, str] = Field(default={})
     """Headers of requests to `url`, each with the variable of flexmarl's own environment that has its value, e.g.

@@ -45,6 +45,8 @@ CLOSE_S = 5.0
 LAST_WORDS_S = 1.0
 """Time in which the box of a server that has ended tells how."""
 FOR_EVER_S = 1e6
+NOBODY = 65534
+"""The user that a box of root is."""
 SERVE = """
 import os, socket, subprocess
 channel = socket.socket(socket.AF_UNIX)
@@ -305,7 +307,9 @@ async def _http(server: McpServer) -> AsyncIterator[Any]:
                 f"the header {name} of the MCP server {server.name!r} comes from the environment variable {variable}, "
                 f"which is not set"
             )
-        headers[name] = os.environ[variable]
+        headers[name] = os.environ[variable].strip()
+        if not (headers[name].isascii() and headers[name].isprintable()):  # The client's own error would show it.
+            raise EpisodeError(f"the environment variable {variable} holds characters that no header can have")
     async with (
         create_mcp_http_client(headers=headers) as http,
         streamable_http_client(server.url, http_client=http) as streams,
@@ -324,7 +328,9 @@ async def _boxed(
         os.chmod(folder, 0o711)
         path = Path(folder) / "server.sock"
         listener.bind(str(path))
-        path.chmod(0o666)
+        path.chmod(0o600)
+        if os.geteuid() == 0:  # The box is nobody's then.
+            os.chown(path, NOBODY, NOBODY)
         listener.listen(1)
         listener.setblocking(False)
         async with sandbox.open(files, server.limits, relay=path, reads=reads) as box, asyncio.TaskGroup() as group:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from flexmarl.errors import ConfigError, EpisodeError
-from flexmarl.sandbox.interface import BoxOutcome
 from flexmarl.settings import Settings
 from flexmarl.tools import sql_driver
 from flexmarl.tools.boxed import BoxedCalls, shown
@@ -25,25 +24,14 @@ FILE = ".database"
 class BoundSql:
     """The queries of one seat in one episode, which share one copy."""
 
-    def __init__(self, calls: BoxedCalls, settings: "SqlTool", prepared: str) -> None:
-        self._calls, self._settings, self._prepared = calls, settings, prepared
-        self._ready = False
+    def __init__(self, calls: BoxedCalls, settings: "SqlTool") -> None:
+        self._calls, self._settings = calls, settings
 
     async def call(self, arguments: Mapping[str, Any]) -> Observation:
         """Answers one query."""
-        settings = self._settings
-        if not self._ready:
-            outcome = await self._calls.run(self._prepared)
-            if not outcome.ok:
-                raise EpisodeError(f"the database of the tool {settings.name!r} cannot be loaded: {outcome.stderr}")
-            self._ready = True
-        query = f"print(database.answer({arguments['query']!r}, {settings.max_rows}, {settings.max_chars}))"
-        outcome = await self._calls.run(query)
-        self._ready = not outcome.lost
-        return self._observation(outcome)
-
-    def _observation(self, outcome: BoxOutcome) -> Observation:
-        if not outcome.ok:
+        most = f"{self._settings.max_rows}, {self._settings.max_chars}"
+        outcome = await self._calls.run(f"print(database.answer({arguments['query']!r}, {most}))")
+        if not outcome.ok or outcome.dropped_bytes:
             return self._calls.observation(outcome)
         answer = json.loads(outcome.stdout)
         if "error" in answer:
@@ -136,9 +124,10 @@ class SqlTool(Settings):
         boxed = ToolContext(
             episode=context.episode, seed=context.seed, files=files, deadline=context.deadline, sandbox=context.sandbox
         )
-        calls = BoxedCalls(boxed, timeout_s=self.timeout_s, session=True)
+        fails = f"the database of the tool {self.name!r} cannot be loaded in timeout_s={self.timeout_s:g}"
+        calls = BoxedCalls(boxed, timeout_s=self.timeout_s, session=True, first=(prepared, fails))
         try:
-            yield BoundSql(calls, self, prepared)
+            yield BoundSql(calls, self)
         finally:
             await calls.close()
 

@@ -62,3 +62,28 @@ def test_a_group_has_the_limits_of_its_box(tmp_path, version):
     (tmp_path / "box" / "memory.events").write_text("low 0\noom_kill 2\n")
     (tmp_path / "box" / "memory.oom_control").write_text("under_oom 0\noom_kill 2\n")
     assert group.out_of_memory() == 2
+    peak = tmp_path / "box" / {1: "memory.max_usage_in_bytes", 2: "memory.peak"}[version]
+    peak.write_text(str(2**20 - 4096))
+    assert group.out_of_memory() == 2
+    peak.write_text(str(2**19))
+    assert group.out_of_memory() == 0, "the machine had no memory, and the box had half of its own left"
+
+
+def test_a_process_that_a_moved_one_started_makes_its_groups_beside_that(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    files = {"cgroup_dot_controllers": "memory pids", "scope__cgroup_dot_controllers": "memory pids"}
+    tree(tmp_path, **files, scope__cgroup_dot_subtree_control="memory pids")
+    (tmp_path / "scope" / "flexmarl-controller").mkdir()
+    scope = tmp_path / "scope"
+    assert tree_of(tmp_path, "0::/scope/flexmarl-controller\n") == CgroupTree(scope, scope, 2, scope)
+
+
+@pytest.mark.parametrize("container", [True, False])
+def test_from_the_root_of_a_container_all_processes_move_into_a_leaf(tmp_path, container):
+    files = {"cgroup_dot_procs": "17\n", "cgroup_dot_controllers": "memory pids", "cgroup_dot_subtree_control": ""}
+    tree(tmp_path, **files)
+    if container:
+        tree(tmp_path, cgroup_dot_type="domain")
+    assert tree_of(tmp_path, "0::/\n") == CgroupTree(tmp_path, tmp_path, 2, tmp_path)
+    leaf = tmp_path / "flexmarl-controller" / "cgroup.procs"
+    assert (leaf.read_text() == "17") if container else not leaf.exists()

@@ -7,13 +7,14 @@ an empty environment, because /proc/1/environ in the box is its own.
 """
 
 import asyncio
+import errno
 import inspect
 import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,38 @@ class Bubblewrap:
     ) -> AsyncIterator[OpenBox]:
         """Opens a box: about 60 ms. See `Sandbox`."""
         limits = limits or self.settings.limits
-        group = self._group(limits)
-        outputs = Output(limits.output_bytes), Output(limits.output_bytes)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        passed = [theirs.fileno(), _in_memory(filter_of()), _in_memory(inspect.getsource(driver).encode())]
+        async with AsyncExitStack() as undone:
+            group = self._group(limits)
+            if group:
+                undone.push_async_callback(_shielded, group.remove)
+            try:
+                process, ours, outputs = await self._started(limits, group, undone, relay, reads)
+            except OSError as error:
+                raise EpisodeError(f"the sandbox cannot start a box: {_remedied(error)}") from error
+            undone.pop_all()
+        box = OpenBox(process, ours, outputs, group)
         try:
+            await box.begin(self._held(limits, group), START_S)
+            for name, content in files.items():
+                await box.write(name, content.encode() if isinstance(content, str) else content)
+            yield box
+        finally:
+            await asyncio.shield(box.end())
+
+    async def _started(
+        self, limits: Limits, group: BoxGroup | None, undone: AsyncExitStack, relay: Path | None, reads: Sequence[Path]
+    ) -> tuple[asyncio.subprocess.Process, socket.socket, tuple[Output, Output]]:
+        """The process of a box, our end of its channel, and its outputs; `undone` closes these if it fails."""
+        with ExitStack() as its_own:
+            outputs = Output(limits.output_bytes, undone, its_own), Output(limits.output_bytes, undone, its_own)
+            ours, theirs = socket.socketpair()
+            undone.callback(ours.close)
+            its_own.callback(theirs.close)
+            ours.setblocking(False)
+            passed = [theirs.fileno()]
+            for content in (filter_of(), inspect.getsource(driver).encode()):
+                passed.append(_in_memory(content))
+                its_own.callback(os.close, passed[-1])
             process = await asyncio.create_subprocess_exec(
                 *self._command(limits, group, passed, relay, reads),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -75,26 +102,7 @@ class Bubblewrap:
                 cwd="/",
                 start_new_session=True,
             )
-        except BaseException as error:
-            for one in (ours, *outputs):
-                one.close()
-            if group:
-                await asyncio.shield(group.remove())
-            if isinstance(error, OSError):
-                raise EpisodeError(f"the sandbox cannot start a box: {error}") from error
-            raise
-        finally:
-            theirs.close()
-            for one in (*passed[1:], *(output.theirs for output in outputs)):
-                os.close(one)
-        box = OpenBox(process, ours, outputs, group)
-        try:
-            await box.begin(self._held(limits, group), START_S)
-            for name, content in files.items():
-                await box.write(name, content.encode() if isinstance(content, str) else content)
-            yield box
-        finally:
-            await asyncio.shield(box.end())
+            return process, ours, outputs
 
     def _group(self, limits: Limits) -> BoxGroup | None:
         found = cgroups_here()
@@ -102,7 +110,7 @@ class Bubblewrap:
             try:
                 return found.group(limits)
             except OSError as error:
-                raise EpisodeError(f"the sandbox cannot make a control group: {error}") from error
+                raise EpisodeError(f"the sandbox cannot make a control group: {_remedied(error)}") from error
         if "rlimits" in self.settings.accept:
             return None
         raise EpisodeError(f"the sandbox cannot limit the memory of a box: {found}; see `flexmarl sandbox probe`")
@@ -134,8 +142,11 @@ class Bubblewrap:
                 command += ["--symlink", os.readlink(tied), tied]
             elif os.path.isdir(tied):
                 command += ["--ro-bind", tied, tied]
-        if not (prefix := os.path.dirname(os.path.dirname(python))).startswith("/usr"):
-            command += ["--ro-bind", prefix, prefix]
+        if not (prefix := Path(python).parent.parent).is_relative_to("/usr"):
+            if Path.home().is_relative_to(prefix):
+                at = f"sandbox.python is {self.settings.python!r}"
+                raise EpisodeError(f"{at}, and a box would read all of {prefix}; use e.g. /usr/bin/python3")
+            command += ["--ro-bind", str(prefix), str(prefix)]
         command += ["--proc", "/proc", "--dev", "/dev"]
         for folder in ("/tmp", "/dev/shm", "/box"):
             command += ["--size", size, "--tmpfs", folder]
@@ -144,7 +155,7 @@ class Bubblewrap:
             command += ["--ro-bind", path, path]
         if relay is not None:
             command += ["--bind", str(relay), "/run/relay.sock"]
-        command += ["--remount-ro", "/", "--seccomp", calls, "--chdir", "/box"]
+        command += ["--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", calls, "--chdir", "/box"]
         return [*command, python, "-I", "-B", "/driver.py", channel]
 
 
@@ -172,6 +183,14 @@ def _needed(program: str) -> str:
         package = {"bwrap": "bubblewrap", "setpriv": "util-linux"}[program]
         raise EpisodeError(f"the sandbox needs {program}: apt-get install {package}")
     return found
+
+
+def _remedied(error: OSError) -> str:
+    return f"{error}; raise the limit by `ulimit -n`" if error.errno == errno.EMFILE else str(error)
+
+
+async def _shielded(work: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.shield(work())
 
 
 def _in_memory(data: bytes) -> int:

@@ -21,6 +21,8 @@ from flexmarl.sandbox.interface import Limits
 PREFIX = "flexmarl-"
 """How names of our groups begin: `flexmarl-{pid}-{start of the process, in centiseconds}-{number}`."""
 ROOT = Path("/sys/fs/cgroup")
+NEARLY = 0.9
+"""Share of its memory that a box must have had at least for its end to be its own fault."""
 WAITS_S = (0.001, 0.002, 0.005, *(0.01 for _ in range(500)))
 """Pauses in which the processes of a group end."""
 
@@ -46,7 +48,7 @@ class BoxGroup:
 
     def __init__(self, tree: CgroupTree, name: str, limits: Limits) -> None:
         """Makes the group. Raises OSError if this process may not."""
-        self._tree, self._name = tree, name
+        self._tree, self._name, self._most = tree, name, limits.memory_bytes
         self._folders = [folder / name for folder in tree.folders]
         made: list[Path] = []
         try:
@@ -92,7 +94,9 @@ class BoxGroup:
         return _number(self._memory / name)
 
     def out_of_memory(self) -> int:
-        """Processes of the box that were ended because memory was used up."""
+        """Processes of the box that were ended because it had used up its memory, not because the machine had none."""
+        if 0 < self.peak_bytes() < NEARLY * self._most:
+            return 0
         name = "memory.events" if self._tree.version == 2 else "memory.oom_control"
         return _field(self._memory / name, "oom_kill")
 
@@ -181,20 +185,21 @@ def tree_of(root: Path, membership: str) -> CgroupTree | str:
     if "" not in own or not (root / "cgroup.controllers").is_file():
         return f"there are no control groups for memory and pids below {root}"
     ours = _below(root, own[""])
-    if os.geteuid() == 0 and (ours / "cgroup.subtree_control").exists():
-        top = ours.parent if ours != root else ours
-    else:
-        top = ours
+    moved = ours.name == f"{PREFIX}controller"  # By us, or by the process that started this one.
+    top = ours.parent if ours != root and (moved or os.geteuid() == 0) else ours
     offered = set((top / "cgroup.controllers").read_text().split())
     if not {"memory", "pids"} <= offered:
         return f"{top} does not have the controllers memory and pids, but {' '.join(sorted(offered)) or 'none'}"
     enabled = set((top / "cgroup.subtree_control").read_text().split())
     if not {"memory", "pids"} <= enabled:
         try:
-            if top != root:
+            # The root of a container has a type, and all its processes must go; that of the machine needs no leaf.
+            if top != root or (top / "cgroup.type").exists():
                 leaf = top / f"{PREFIX}controller"
                 leaf.mkdir(exist_ok=True)
-                (leaf / "cgroup.procs").write_text("0")
+                for pid in (top / "cgroup.procs").read_text().split() if top == root else "0":
+                    with suppress(ProcessLookupError):
+                        (leaf / "cgroup.procs").write_text(pid)
             (top / "cgroup.subtree_control").write_text("+memory +pids")
         except OSError as error:
             return f"{top} is not delegated to this user: {error.strerror}"

@@ -7,8 +7,8 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from typing import Any
 
 from flexmarl.errors import EpisodeError
@@ -18,6 +18,8 @@ from flexmarl.sandbox.interface import BoxOutcome, Ended
 
 GRACE_S = 1.0
 """Time in which a call that is over its time must end when it is interrupted; then its box is killed."""
+MOST_ANSWER = 4096
+"""Bytes of a reply that holds no file."""
 MOST_FORGED = 64 * 2**20
 """Bytes of frames with a wrong nonce that are passed over in one call. A box that sends more is killed."""
 PIPE_BYTES = 65536
@@ -33,11 +35,14 @@ class BoxLost(Exception):
 
 
 class Output:
-    """One output of a box: a pipe that is read all the time, of which each run keeps at most so many bytes."""
+    """One output of a box: a pipe that is read while something runs, of which each run keeps at most so many bytes."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, ours: AsyncExitStack, theirs: ExitStack) -> None:
+        """Makes the pipe; its ends are closed with their stacks."""
         self._most, self._kept, self._dropped = most, bytearray(), 0
         self.ours, self.theirs = os.pipe()
+        ours.callback(self.close)
+        theirs.callback(os.close, self.theirs)
         os.set_blocking(self.ours, False)
 
     def drain(self) -> None:
@@ -54,6 +59,15 @@ class Output:
             self._kept += data[:room]
             self._dropped += len(data[room:])
 
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """A block in which it is read. Outside, what a run has left behind fills the pipe, and waits."""
+        asyncio.get_running_loop().add_reader(self.ours, self.drain)
+        try:
+            yield
+        finally:
+            asyncio.get_running_loop().remove_reader(self.ours)
+
     def taken(self) -> tuple[str, int]:
         """The text since the last call, and how many bytes of it were dropped."""
         text, dropped = self._kept.decode("utf-8", "backslashreplace"), self._dropped
@@ -62,7 +76,6 @@ class Output:
 
     def close(self) -> None:
         """Closes our end."""
-        asyncio.get_running_loop().remove_reader(self.ours)
         os.close(self.ours)
 
 
@@ -82,8 +95,6 @@ class OpenBox:
         self._turn = asyncio.Lock()
         self._lost = False
         self._kills = 0
-        for output in outputs:
-            asyncio.get_running_loop().add_reader(output.ours, output.drain)
 
     async def begin(self, limits: Mapping[str, int], within_s: float) -> None:
         """Waits for the driver, and sets the limits of its processes. Raises EpisodeError if it does not start."""
@@ -106,7 +117,8 @@ class OpenBox:
             clock = asyncio.get_running_loop().time
             began, kills, before = clock(), self._out_of_memory(), self._cpu_s()
             try:
-                reply = await self._ask({**kind, "timeout_s": timeout_s}, timeout_s + GRACE_S)
+                with self._out.read(), self._err.read():
+                    reply = await self._ask({**kind, "timeout_s": timeout_s}, timeout_s + GRACE_S)
                 ended, status = _ending(reply)
             except BoxLost as lost:
                 ended, status = lost.ended, None
@@ -162,7 +174,7 @@ class OpenBox:
         try:
             async with asyncio.timeout(within_s):
                 await loop.sock_sendall(self._channel, struct.pack("!I", len(frame)) + frame)
-                return await self._reply(nonce)
+                return await self._reply(nonce, MOST_FRAME if request["kind"] == "read" else MOST_ANSWER)
         except TimeoutError:
             raise BoxLost(Ended.TIMED_OUT) from None
         except OSError:
@@ -171,7 +183,8 @@ class OpenBox:
             await asyncio.shield(self.kill())
             raise
 
-    async def _reply(self, nonce: str) -> Mapping[str, Any]:
+    async def _reply(self, nonce: str, most: int) -> Mapping[str, Any]:
+        """The reply of at most so many bytes. To read what else the box has written would take memory and time."""
         forged = 0
         while forged <= MOST_FORGED:
             size = struct.unpack("!I", await self._received(4))[0]
@@ -179,7 +192,7 @@ class OpenBox:
                 break
             frame = await self._received(size)
             with suppress(ValueError, RecursionError):
-                reply = json.loads(frame)
+                reply = json.loads(frame) if size <= most and nonce.encode() in frame else None
                 if isinstance(reply, dict) and reply.get("nonce") == nonce:
                     return reply
             forged += size + 4

@@ -34,7 +34,7 @@ TRIES = 3
 BUSY = 0.5
 """Share of its time that code over its time has worked; if it is less, the machine may have held it up."""
 CLOSE = 1e-9
-"""Relative difference at which two floats are equal."""
+"""Difference at which a float is equal: to a whole number as it is, to another float also in relation to it."""
 CALLS = """
 def _call_the_function():
     import json
@@ -124,7 +124,7 @@ def same(expected: Any, returned: Any) -> bool:
         and float in map(type, (expected, returned))
     ):
         with suppress(OverflowError):  # A whole number that no float can hold equals none.
-            return math.isclose(expected, returned, rel_tol=CLOSE)
+            return math.isclose(expected, returned, rel_tol=0 if isinstance(expected, int) else CLOSE, abs_tol=CLOSE)
         return False
     return type(expected) is type(returned) and expected == returned
 
