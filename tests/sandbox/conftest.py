@@ -5,9 +5,10 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -72,7 +73,12 @@ def delegated() -> Iterator[list[Path]]:
         yield [folder / "cgroup.procs" for folder in folders]
     finally:
         for folder in folders:
-            folder.rmdir()
+            for _ in range(500):  # What has ended leaves its group a little later.
+                with suppress(OSError):
+                    folder.rmdir()
+                    break
+                time.sleep(0.01)
+            assert not folder.exists()
 
 
 def as_plain_user(work: Callable[[], object]) -> object:
