@@ -221,3 +221,10 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedAdapters
 def doomed(tmp_path: Path) -> Iterator[Served]:
     """An engine for one test, which may lose it."""
     yield from serving(tmp_path / "model")
+
+
+@pytest.fixture
+def doomed_adapted(tmp_path: Path) -> Iterator[ServedAdapters]:
+    """An engine with adapters for one test, which may lose it."""
+    for runner, engine, store in running(tmp_path / "base", ADAPTED, versions=2):
+        yield ServedAdapters(runner, engine, store)

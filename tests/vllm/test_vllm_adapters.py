@@ -99,6 +99,22 @@ def test_a_call_of_a_version_that_goes_continues_under_the_newest_and_says_so(ad
     adapted.runner.run(check())
 
 
+def test_a_load_waits_for_no_call_where_every_place_of_an_adapter_is_taken(adapted: ServedAdapters) -> None:
+    async def check() -> None:
+        running = []
+        for policy in (POLICY, OTHER) * 2:
+            version = await adapted.load_next_adapter(policy)
+            calls = [ask(f"{policy} {version}", policy=policy, prompt=PROMPT, max_tokens=216)]
+            running.append(asyncio.ensure_future(adapted.all(calls)))
+            await asyncio.sleep(0.1)
+        last = await adapted.load_next_adapter()
+        assert not any(one.done() for one in running[1:]), "the load must have come while the calls ran"
+        ((continued,), *_) = await asyncio.gather(*running)
+        assert continued.versions[-1].version == last
+
+    adapted.runner.run(check())
+
+
 def test_a_prefix_is_reused_at_its_own_adapter_and_version_only(adapted: ServedAdapters) -> None:
     async def check() -> None:
         prompt = [n % 90 for n in range(100)]

@@ -13,7 +13,7 @@ from flexmarl.errors import EngineError
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
 from flexmarl.records import FinishReason, InstanceId, Version
-from tests.vllm.conftest import POLICY, Served, ask
+from tests.vllm.conftest import POLICY, Served, ServedAdapters, ask
 
 LOST = InstanceId(POLICY, 0)
 
@@ -102,6 +102,46 @@ def test_a_core_that_hangs_is_given_up_by_the_pool_with_the_tokens_that_it_has_a
             with pytest.raises(EngineError, match="no instance of 'solver' is left"):
                 await pool.generate(ask("later", max_tokens=1))
         await closed(doomed, before)
+
+    doomed.runner.run(check())
+
+
+def test_a_load_on_a_core_that_hangs_ends_with_its_time_and_with_its_engine(doomed_adapted: ServedAdapters) -> None:
+    async def check() -> None:
+        before, engine = left(), doomed_adapted.engine
+        await doomed_adapted.load_next_adapter()
+        await doomed_adapted.publish_adapter(99)
+        core = part("EngineCore")
+        core.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                await engine.load_weights(POLICY, Version(99))
+        assert left() <= before
+        loading = asyncio.ensure_future(engine.load_weights(POLICY, Version(99)))
+        await asyncio.sleep(1)
+        assert not loading.done(), "the core must hang"
+        await closed(doomed_adapted, before)
+        with pytest.raises(EngineError, match="is closed"):
+            await loading
+        assert left() <= before
+
+    doomed_adapted.runner.run(check())
+
+
+def test_a_second_abort_does_not_answer_for_a_core_that_hangs(doomed: Served) -> None:
+    async def check() -> None:
+        before = left()
+        await doomed.all([ask("warm", max_tokens=2)])
+        running = asyncio.ensure_future(doomed.all([ask("one", max_tokens=250)]))
+        await asyncio.sleep(0.3)
+        part("EngineCore").send_signal(signal.SIGSTOP)
+        for _ in range(3):
+            await doomed.engine.abort(["one"])
+            await asyncio.sleep(0.3)
+        assert not running.done(), "its tokens have come, and no sign of the core"
+        await closed(doomed, before)
+        (cut,) = await running
+        assert cut.finish is FinishReason.ABORT
 
     doomed.runner.run(check())
 
