@@ -18,17 +18,9 @@ from flexmarl.sandbox.backends import bubblewrap, open_box
 from flexmarl.sandbox.backends.bubblewrap import Bubblewrap
 from flexmarl.sandbox.interface import Ended, Limits
 from flexmarl.sandbox.settings import SandboxSettings
-from flexmarl.testing.sandbox import (
-    ATTACKS,
-    ENDLESS,
-    SMALL,
-    THROUGH,
-    Surroundings,
-    attacked,
-    check_sandbox,
-    gets_through,
-)
+from flexmarl.testing.sandbox import SMALL, check_sandbox
 from tests.docs.pages import blocks
+from tests.sandbox.attacks import ATTACKS, ENDLESS, THROUGH, Surroundings, attacked, gets_through
 from tests.sandbox.conftest import PLAIN, as_plain_user, remains
 
 

@@ -1,7 +1,6 @@
 """What of the vLLM engine runs without vLLM: memory that is handed over, settings, the trainer's canary."""
 
 import asyncio
-import gc
 import json
 import os
 import subprocess
@@ -87,7 +86,6 @@ def test_memory_that_nobody_hands_over_any_more_goes_without_an_end_of_its_block
     assert path.exists()
     with pytest.warns(ResourceWarning, match="unclosed"):
         del handed
-        gc.collect()
     assert not path.exists()
 
 

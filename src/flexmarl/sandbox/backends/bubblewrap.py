@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +63,7 @@ class Bubblewrap:
         async with AsyncExitStack() as undone:
             group = self._group(limits)
             if group:
-                undone.push_async_callback(_shielded, group.remove)
+                undone.push_async_callback(lambda: asyncio.shield(group.remove()))
             try:
                 process, ours, outputs = await self._started(limits, group, undone, relay, reads)
             except OSError as error:
@@ -187,10 +187,6 @@ def _needed(program: str) -> str:
 
 def _remedied(error: OSError) -> str:
     return f"{error}; raise the limit by `ulimit -n`" if error.errno == errno.EMFILE else str(error)
-
-
-async def _shielded(work: Callable[[], Awaitable[None]]) -> None:
-    await asyncio.shield(work())
 
 
 def _in_memory(data: bytes) -> int:
