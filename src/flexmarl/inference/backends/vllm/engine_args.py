@@ -43,7 +43,7 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
 
 
 def _options_of(settings: VllmSettings) -> str:
-    return f", with options.{' and options.'.join(settings.options)}" if settings.options else ""
+    return f", with options {settings.options}" if settings.options else ""
 
 
 def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> dict[str, Any]:
