@@ -13,7 +13,7 @@ from examples.cold_start import cold_start, small_qwen3
 from examples.sql_team.demonstrations import demonstration
 
 SEED_MODEL = Path(__file__).parent / "seed_model"
-MODEL = partial(small_qwen3, hidden=128, inner=256, layers=3, positions=160, theta=200.0, spread=0.04)
+MODEL = partial(small_qwen3, hidden=128, inner=256, layers=3, positions=192, theta=200.0, spread=0.04)
 
 
 def main(folder: str | Path = SEED_MODEL) -> None:

@@ -255,9 +255,14 @@ def test_a_header_comes_from_the_environment_or_is_missed(pinned, sandbox, odd_o
     monkeypatch.delenv("ODD_TOKEN", raising=False)
     with pytest.raises(EpisodeError, match="environment variable ODD_TOKEN, which is not set"):
         called(pinned(given, listed_by=odd()), sandbox, ("echo", {"text": "x"}))
-    monkeypatch.setenv("ODD_TOKEN", "Bearer x")
-    (said,) = called(pinned(given, listed_by=odd()), sandbox, ("echo", {"text": "x"}))
-    assert said.text == "x"
+    for token in ("Bearer x", "Basic c2VjcmV0\n"):  # Files of secrets often end in a line.
+        monkeypatch.setenv("ODD_TOKEN", token)
+        (said,) = called(pinned(given, listed_by=odd()), sandbox, ("echo", {"text": "x"}))
+        assert said.text == "x"
+    monkeypatch.setenv("ODD_TOKEN", "Basic c2Vj\ncmV0")
+    with pytest.raises(EpisodeError, match="ODD_TOKEN holds characters that no header can have") as refused:
+        called(pinned(given, listed_by=odd()), sandbox, ("echo", {"text": "x"}))
+    assert "c2Vj" not in str(refused.value)
 
 
 def test_only_some_tools_are_given_and_unknown_ones_are_named(pinned):
@@ -282,6 +287,7 @@ def test_a_file_of_tools_that_is_missing_or_none_says_how_it_is_made(tmp_path):
         ({}, "needs one of command and url, got none"),
         ({"command": ("x",), "url": "http://x"}, "got both"),
         ({"url": "http://x", "reads": ("y",)}, "with which reads means nothing"),
+        ({"url": "http://user:word@x"}, "url"),
         ({"command": ("x",), "headers_from": {"A": "B"}}, "with which headers_from means nothing"),
     ],
 )

@@ -42,9 +42,10 @@ def test_a_simulation_of_recorded_replies_scores_and_calls_for_real(example, age
 
 
 @pytest.mark.parametrize(("config", "todo"), [("cpu.yaml", b"nothing to do"), ("gpu.yaml", b"to do")])
-def test_the_configs_of_the_code_team_are_right(config, todo, tmp_path, sandbox):
+@pytest.mark.parametrize("example", ["code_team", "sql_team"])
+def test_the_configs_of_an_example_with_boxes_are_right(example, config, todo, tmp_path, sandbox):
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    (said,) = run_commands(("check", str(EXAMPLES / "code_team" / config)), cwd=tmp_path, environment=environment)
+    (said,) = run_commands(("check", str(EXAMPLES / example / config)), cwd=tmp_path, environment=environment)
     assert said.returncode == 0, said.stderr
     assert todo in said.stdout
 

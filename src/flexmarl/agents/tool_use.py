@@ -16,6 +16,7 @@ from flexmarl.agents.context import EpisodeContext, call_seed
 from flexmarl.errors import EpisodeError, boundary, cause_of, is_unicode
 from flexmarl.tools import Found, Observation, Tool, ToolCall, ToolContext
 from flexmarl.tools.arguments import BadArguments, as_text, fitted
+from flexmarl.tools.boxed import shown
 from flexmarl.tools.interface import max_parallel_of
 
 SPENT = "budget spent: this call was not run; at most {} tool calls are allowed"
@@ -140,13 +141,13 @@ def _cut(use: ToolUse, most: int) -> ToolUse:
 def _used(
     name: str, argument: str, observation: Observation, arguments: Mapping[str, Any] | None = None, *, run: bool = True
 ) -> ToolUse:
-    shown = observation.shown
-    if not is_unicode(shown):  # No tokenizer takes half a surrogate pair.
-        shown = shown.encode("utf-8", "backslashreplace").decode("utf-8")
+    result = shown(observation.shown)
+    if not is_unicode(result):  # No tokenizer takes half a surrogate pair.
+        result = result.encode("utf-8", "backslashreplace").decode("utf-8")
     return ToolUse(
         name=name,
         argument=argument,
-        result=shown,
+        result=result,
         ok=observation.ok,
         run=run,
         arguments=arguments or {},

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexmarl.agents.settings import TeamSettings
@@ -105,9 +106,17 @@ def place_of_boxes(settings: AnySandbox) -> str:
 
 
 def servers_of(settings: RunSettings) -> list[McpServer]:
-    """The MCP servers of a config, each file of tools once."""
+    """The MCP servers of a config, each once. Raises ConfigError if two have one file of tools."""
     entries = (tool for agent in settings.team.agents.values() for tool in agent.tools)
-    return list({tool.tools_file: tool for tool in entries if isinstance(tool, McpServer)}.values())
+    found: dict[Path, McpServer] = {}
+    for server in (tool for tool in entries if isinstance(tool, McpServer)):
+        first = found.setdefault(server.tools_file, server)
+        if first.model_copy(update={"only": ()}) != server.model_copy(update={"only": ()}):
+            raise ConfigError(
+                f"team.agents: two MCP servers, {first.name!r} and {server.name!r}, have the same "
+                f"tools_file={server.tools_file}; give each a file of its own, or both the same settings but `only`"
+            )
+    return list(found.values())
 
 
 def pin_tools(settings: RunSettings) -> Iterator[tuple[McpServer, Sequence[str]]]:

@@ -15,9 +15,15 @@ from flexmarl.agents.settings import TeamSettings
 from flexmarl.errors import EngineError, EpisodeError
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.testing.agents import check_turns
-from flexmarl.tools import ToolContext
+from flexmarl.tools import ToolContext, tool
 from tests.unit.agents.tables import context, says, spec, text
 from tests.unit.agents.test_remembering import ROUNDS, conversation
+
+
+@tool(pure=True)
+def painted() -> str:
+    """Says a word in red."""
+    return "\x1b[31mred\r\nand\ttab"
 
 
 def call(name, **arguments):
@@ -60,6 +66,12 @@ def test_results_that_come_with_a_summary_stay_with_their_calls():
         f"<|system|>s<|user|>Summary of the conversation so far:\nab<|assistant|>{message}"
         "<|tool|>compacted<|tool|>42<|assistant|>"
     )
+
+
+def test_what_any_tool_returns_has_no_control_characters():
+    team = talker(says(call("painted"), "A"), tools=[{"type": "painted"}])
+    play(team, "one")
+    assert "<|tool|>\\x1b[31mred\\x0d\nand\ttab<|assistant|>" in prompts(team)[1]
 
 
 def test_an_empty_summary_is_a_fault_and_changes_nothing():

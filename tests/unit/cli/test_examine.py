@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from flexmarl import cli
+from flexmarl.assemble.boxes import servers_of
 from flexmarl.cli.examine import examine
 from flexmarl.cli.needs import Finding, examine_machine
 from flexmarl.config import load_run
 from flexmarl.credit.estimators import ESTIMATORS
 from flexmarl.credit.shaping import SHAPING
+from flexmarl.errors import ConfigError
 from flexmarl.events.machine import this_machine
 from flexmarl.records.scorers import SCORERS
+from flexmarl.tools.mcp import McpServer
 
 UNCORRECTED = ["policies.one.training.correction={type: none}"]
 SHORT = ["policies.one.engine.max_len=64", "team.agents.solver.sampling.max_tokens=64", "checkpoint.every=0"]
@@ -452,3 +455,15 @@ def test_keys_and_values_are_told_for_requests_like_those_played_and_at_most_tho
     doubled = told("policies.one.engine.max_len=262144")
     assert held < most / 10
     assert doubled == (held, pytest.approx(2 * most, rel=0.05)), "a longer max_len takes nothing until it is used"
+
+
+def test_two_servers_with_one_file_of_tools_are_refused(small_run: Path) -> None:
+    def servers(*more: str) -> list[McpServer]:
+        tools = ", ".join(
+            f"{{type: mcp, tools_file: x.json, url: 'http://a', name: {name}}}" for name in ("shop", *more)
+        )
+        return servers_of(load_run(small_run, [f"team.agents.solver.tools=[{tools}]"]))
+
+    assert len(servers()) == 1
+    with pytest.raises(ConfigError, match=r"'shop' and 'till', have the same tools_file=x\.json; give each a file"):
+        servers("till")
