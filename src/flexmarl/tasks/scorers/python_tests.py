@@ -111,6 +111,8 @@ def same(expected: Any, returned: Any) -> bool:
 
     >>> same([0.3, {"a": None}], [0.1 + 0.2, {"a": None}]), same(1, True), same(2, 2.0)
     (True, False, True)
+    >>> same(0.3, 0.1 + 0.2), same(0.0, 0.1 + 0.2 - 0.3), same(10**12, 1e12 + 0.4)
+    (True, True, False)
     """
     if isinstance(expected, bool) or isinstance(returned, bool):
         return expected is returned
