@@ -2,8 +2,10 @@
 
 import asyncio
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,21 @@ from flexmarl.inference.backends.vllm.engine_args import vllm_config
 from flexmarl.inference.calls import joined
 from flexmarl.inference.interface import EngineParts
 from flexmarl.inference.settings import VllmSettings
-from flexmarl.records import FinishReason, Generation, Version
+from flexmarl.objects.interface import canary_key, weights_key
+from flexmarl.records import FinishReason, Generation, PolicyName, Version
 from flexmarl.testing.inference import check_inference_engine
-from tests.vllm.conftest import POLICY, SIZE, OneOfMany, Served, ask, letters, logprobs_of
+from tests.vllm.conftest import (
+    OTHER,
+    POLICY,
+    SETTINGS,
+    SIZE,
+    OneOfMany,
+    Served,
+    ask,
+    letters,
+    logprobs_of,
+    running,
+)
 
 
 def gap(served: Served, prompt: list[int], generation: Generation) -> float:
@@ -189,6 +203,38 @@ def test_what_vllm_refuses_is_named(served: Served, settings: dict[str, object],
         vllm_config(VllmSettings.model_validate(settings), parts)
     assert named in str(refused.value)
     assert f"policies.{POLICY}.engine" in str(refused.value)
+
+
+def test_an_engine_becomes_another_policys_by_its_weights_when_its_calls_have_ended(tmp_path: Path) -> None:
+    def other(policy: PolicyName) -> tuple[VllmSettings, EngineParts]:
+        settings = SETTINGS if policy == OTHER else SETTINGS.model_copy(update={"slots": 7})
+        return settings, EngineParts(**{**shared, "policy": policy})
+
+    async def check() -> None:
+        await served.publish(3)
+        for key in (weights_key, canary_key):
+            await served.store.set(key(OTHER, Version(3)), await served.store.get(key(POLICY, Version(3))))
+        under_way = asyncio.ensure_future(served.all([ask("one", max_tokens=200)]))
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineError, match="has requests of 'solver'; they must end first"):
+            await engine.load_weights(OTHER, Version(3))
+        await under_way
+        with pytest.raises(EngineError, match="serves policy 'solver', not 'judge'"):
+            await engine.load_weights(PolicyName("judge"), Version(3))
+        assert (await served.all([ask("two", max_tokens=1)]))[0].versions[0].version == 0
+        await engine.load_weights(OTHER, Version(3))
+        prompt = [1, 2, 3, 4]
+        (answer,) = await served.all([ask("three", policy=OTHER, prompt=prompt, max_tokens=20)])
+        assert gap(served, prompt, answer) < 1e-4
+        assert [run.version for run in answer.versions] == [3]
+        (refused,) = await served.all([ask("four", max_tokens=1)])
+        assert "serves policy 'verifier', not 'solver'" in refused.error
+
+    shared: dict[str, Any] = {}
+    for runner, engine, store in running(tmp_path, SETTINGS, other=other):
+        served = Served(runner, engine, store)
+        shared |= {field.name: getattr(engine._parts, field.name) for field in fields(EngineParts)}
+        runner.run(check())
 
 
 def test_weights_whose_canary_differs_cost_the_engine(doomed: Served) -> None:

@@ -115,7 +115,8 @@ class RunEngines:
     def _kind(self, policy: PolicyName) -> str:
         spec = self._residents.engine(policy, InstanceId(policy, NOT_STARTED))
         process = f"{spec.ranks} ranks, {spec.devices} GPU, {spec.threads} threads"
-        return f"{kind_of(self._settings.policies[policy].engine, policy)}: {process}"
+        settings = self._settings.policies[policy]
+        return f"{kind_of(settings.engine, policy, str(settings.model))}: {process}"
 
 
 def room_of_a_private_ray(settings: RunSettings, specs: Sequence[ResidentSpec[Any]], *, cores: int) -> int:

@@ -56,12 +56,20 @@ def is_timed(engine: EngineSettings) -> bool:
     return getattr(engine, "is_timed", False)
 
 
-def kind_of(engine: EngineSettings, policy: str) -> str:
+def kind_of(engine: EngineSettings, policy: str, model: str = "") -> str:
     """The kind of a policy's engine: engines of one kind become each other's policy by loading its weights.
 
-    The settings class of such a type states `takes_over = True`. Any other engine is of its policy's own kind.
+    The settings class of such a type states `takes_over = True`; or "same", if an engine becomes that of a policy with
+    the same engine settings and the same model alone. Any other engine is of its policy's own kind.
+
+    >>> engine = VllmSettings()
+    >>> [kind_of(engine, "solver", "a") == kind_of(engine, "judge", model) for model in ("a", "b")]
+    [True, False]
     """
-    return engine.type if getattr(engine, "takes_over", False) else f"{engine.type} of {policy}"
+    takes_over = getattr(engine, "takes_over", False)
+    if takes_over == "same":
+        return f"{engine!r} of {model}"
+    return engine.type if takes_over else f"{engine.type} of {policy}"
 
 
 def gives_way(engine: EngineSettings) -> bool:
@@ -179,6 +187,11 @@ class VllmSettings(Settings):
     gives_way: ClassVar[bool] = False
     """Its engines do not sleep, so `mode: colocated` is refused where they are trained."""
     wants_canary: ClassVar[bool] = True
+
+    @property
+    def takes_over(self) -> Literal["same", False]:
+        """See `kind_of`: vLLM takes other weights of the model that it began with. Adapters stay where they are."""
+        return False if self.adapters else "same"
 
     @property
     def takes_adapters(self) -> bool:

@@ -176,13 +176,13 @@ class VllmEngine:
         """Loads a version in vLLM's workers, and compares its canary. Returns the digest that the workers computed.
 
         Whole weights: what runs ends first, and goes on afterwards. An update that fails half-way leaves torn weights
-        behind, so that the engine is lost then. An adapter: nothing waits, and one that fails is not served.
+        behind, so that the engine is lost then. An adapter: nothing waits, and one that fails is not served. Weights of
+        another policy on the same model make the engine that policy's, which it may become only without requests.
         """
         self._require_open()
-        if policy not in self._versions.policies:
-            raise EngineError(self._not_served(policy))
         key = weights_key(policy, version)
         async with self._loading:
+            await self._check_policy(policy)
             with boundary(EngineError, f"loading '{key}' into the engine of '{self._policy}'"):
                 tree = await self._parts.store.get(key)
                 canary = await self._parts.store.get(canary_key(policy, version))
@@ -202,9 +202,23 @@ class VllmEngine:
         except BaseException as error:
             self._lose(f"loading '{weights_key(new.policy, new.version)}' failed half-way: {described(error)}")
             raise
+        if new.policy != self._policy:
+            self._policy, self._versions = new.policy, ServedVersions([new.policy], new.version, kept=1)
         self._versions.serve(new)
         self._may_go.set()
         return held
+
+    async def _check_policy(self, policy: PolicyName) -> None:
+        """Raises EngineError unless it serves the policy, or can by loading its weights."""
+        if policy in self._versions.policies:
+            return
+        other, settings, parts = self._parts.other, None, self._parts
+        if other is not None and not self._settings.takes_adapters:
+            settings, parts = await self._parts.thread.run(other, policy)
+        if settings != self._settings or parts.source != self._parts.source:
+            raise EngineError(self._not_served(policy))
+        if self._open:
+            raise EngineError(f"this engine has requests of '{self._policy}'; they must end first")
 
     async def _load_adapter(
         self, adapter: PublishedAdapter, canary: TensorTree, policy: PolicyName, version: Version
