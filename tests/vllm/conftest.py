@@ -124,6 +124,7 @@ class OneOfMany:
     def __init__(self, engine: Any) -> None:
         self._engine, self._asked, self._closed = engine, set[str](), False
         self.abort, self.capabilities, self.load_weights = engine.abort, engine.capabilities, engine.load_weights
+        self.sleep, self.wake = engine.sleep, engine.wake
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation]:
         if self._closed:

@@ -115,6 +115,25 @@ def test_a_load_waits_for_no_call_where_every_place_of_an_adapter_is_taken(adapt
     adapted.runner.run(check())
 
 
+def test_awake_it_serves_what_each_policy_had_and_what_was_published_in_between(adapted: ServedAdapters) -> None:
+    async def check() -> None:
+        first, other = await adapted.load_next_adapter(), await adapted.load_next_adapter(OTHER)
+        calls = [ask(str(policy), policy=policy, prompt=PROMPT, max_tokens=150) for policy in (POLICY, OTHER)]
+        running = asyncio.ensure_future(adapted.all(calls))
+        await asyncio.sleep(0.3)
+        await adapted.engine.sleep()
+        second = await adapted.load_next_adapter()
+        assert not running.done(), "it must have slept while they ran"
+        await adapted.engine.wake()
+        answers = {answer.request_id: answer for answer in await running}
+        assert [run.version for run in answers[POLICY].versions] == [first, second]
+        assert [run.version for run in answers[OTHER].versions] == [other]
+        assert all(len(answer.response_ids) == 150 for answer in answers.values())
+        assert max(gap(adapted, policy, answers[policy]) for policy in (POLICY, OTHER)) < 1e-4
+
+    adapted.runner.run(check())
+
+
 def test_a_prefix_is_reused_at_its_own_adapter_and_version_only(adapted: ServedAdapters) -> None:
     async def check() -> None:
         prompt = [n % 90 for n in range(100)]

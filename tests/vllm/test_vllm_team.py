@@ -24,7 +24,7 @@ from flexmarl.events.event import Event
 from flexmarl.events.run_events import ProcessStarted
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import Called, InstanceLost, InstanceReplaced
-from flexmarl.events.training_events import Published
+from flexmarl.events.training_events import DevicesFreed, Published
 from flexmarl.experience.store_file import read_store
 from tests.small_run import write_team
 from tests.vllm.conftest import logprobs_of
@@ -98,26 +98,38 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.core
 def test_a_team_trains_on_vllm_and_every_token_has_the_trainers_log_probability(config: Path) -> None:
-    settings = flexmarl.load(config)
-    run = flexmarl.train(settings, show=False)
+    run = flexmarl.train(flexmarl.load(config), show=False)
+    check_training(run, config, STEPS)
+
+
+def test_in_mode_colocated_vllm_gives_its_device_up_at_every_step(config: Path) -> None:
+    run = flexmarl.train(flexmarl.load(config, {"mode": "colocated", "steps": 2}), show=False)
+    check_training(run, config, 2)
+    freed = [one.by for one in run.events() if isinstance(one, DevicesFreed)]
+    assert freed == ["engines", "trainers"] * (len(freed) // 2), "they take turns"
+    assert len(freed) >= 2 * 2
+
+
+def check_training(run: Run, config: Path, steps: int) -> None:
+    """Every token was trained, and has the log-probability that its version gives it."""
     model = AutoModelForCausalLM.from_pretrained(config.parent / "model").eval()
     weights = {0: {name: tensor.clone() for name, tensor in model.state_dict().items()}}
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         weights[step] = load_file(run.folder / "checkpoints" / f"step-{step:05}" / "one" / "weights.safetensors")
-    gaps: dict[int, list[float]] = {version: [] for version in range(STEPS)}
+    gaps: dict[int, list[float]] = {version: [] for version in range(steps)}
     for _, state, version, prompt, response, logprobs in turns(run):
         assert state == "trained"
         model.load_state_dict(weights[version], strict=False)
         theirs = logprobs_of(model, [*prompt, *response])[len(prompt) - 1 :]
         gaps[version] += np.abs(theirs - np.asarray(logprobs)).tolist()
-    assert [len(found) > 0 for found in gaps.values()] == [True] * STEPS
+    assert [len(found) > 0 for found in gaps.values()] == [True] * steps
     assert max(float(np.mean(found)) for found in gaps.values()) < 1e-3
     changed = [
         float((weights[step]["model.norm.weight"] - weights[step - 1]["model.norm.weight"]).abs().max())
-        for step in range(1, STEPS)
+        for step in range(1, steps)
     ]
     assert min(changed) > 0, "the versions must differ"
-    assert [one.version for one in run.events() if isinstance(one, Published)] == list(range(STEPS + 1))
+    assert [one.version for one in run.events() if isinstance(one, Published)] == list(range(steps + 1))
 
 
 def test_an_engine_core_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(config: Path) -> None:

@@ -184,8 +184,7 @@ class VllmSettings(Settings):
     can_repeat: ClassVar[bool] = False
     """Its batches decide the last bits of a token, so `deterministic: true` is refused. A class without this attribute
     leaves that to the capabilities of its engines."""
-    gives_way: ClassVar[bool] = False
-    """Its engines do not sleep, so `mode: colocated` is refused where they are trained."""
+    gives_way: ClassVar[bool] = True
     wants_canary: ClassVar[bool] = True
 
     @property
@@ -275,6 +274,7 @@ VLLM_ARGUMENTS = {
     "worker_extension_cls": "its workers report what they loaded",
     "scheduling_policy": "proofs of weights go before requests",
     "disable_log_stats": "the pool asks for the load itself",
+    "enable_sleep_mode": "engines sleep in mode colocated",
 }
 """Arguments of `AsyncEngineArgs` that are not free, and what to do instead."""
 

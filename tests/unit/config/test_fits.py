@@ -3,6 +3,7 @@
 import pytest
 
 from flexmarl.config import load_run
+from flexmarl.inference.settings import VllmSettings
 from tests.unit.config.configs import refused
 
 
@@ -47,7 +48,8 @@ def test_colocated_places_have_the_devices_of_engines_on_one_machine(config):
     ]
 
 
-def test_an_engine_that_does_not_sleep_gives_no_device_to_its_trainer(config):
+def test_an_engine_that_does_not_sleep_gives_no_device_to_its_trainer(config, monkeypatch):
+    monkeypatch.setattr(VllmSettings, "gives_way", False)
     vllm, colocated = "policies.two.engine={type: vllm}", ["mode=colocated", "cluster.backend=ray"]
     assert refused(config, *colocated, vllm) == [
         "mode is 'colocated', in which engines of trained policies give their devices up, but policies.two.engine.type "

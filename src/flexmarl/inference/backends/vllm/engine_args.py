@@ -75,6 +75,7 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "weight_transfer_config": WeightTransferConfig(backend="flexmarl"),
         "worker_extension_cls": _WORKER,
         "disable_log_stats": True,
+        "enable_sleep_mode": not on_cpu,
         # The canary of a version does not wait for the requests that wait.
         "scheduling_policy": "priority",
         **(_of_adapters(settings.adapters, versions=parts.versions) if settings.adapters else {}),

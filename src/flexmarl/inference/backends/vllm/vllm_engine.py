@@ -3,6 +3,7 @@
     generate         --> a task per request --> vLLM --> answer
     load of weights  --> all requests end, the weights change, and the requests go on with the tokens that they have
     load of adapter  --> requests run on, each under its version; those of a version that goes go on under the newest
+    sleep            --> all requests end, and go on with `wake`, which also loads what was published until then
 
 consumes:     requests, aborts, and versions to load
 waits for:    vLLM's engine core, and for a load to end before a request goes on
@@ -11,7 +12,7 @@ unblocked by: tokens; the end of a load; the watch, when vLLM's own processes ar
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import TypeVar
 
@@ -31,10 +32,18 @@ from flexmarl.inference.backends.vllm.engine_args import vllm_config
 from flexmarl.inference.backends.vllm.handed_weights import HandedTree, handed_adapter
 from flexmarl.inference.backends.vllm.served_versions import Served, ServedVersions
 from flexmarl.inference.backends.vllm.vllm_requests import OpenRequest, adapter_of, sampling_params
-from flexmarl.inference.backends.vllm.vllm_start import unlink_shared_memory
+from flexmarl.inference.backends.vllm.vllm_start import sockets_in_a_folder, unlink_shared_memory
 from flexmarl.inference.interface import EngineCapabilities, EngineParts
 from flexmarl.inference.settings import VllmSettings
-from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, canary_key, weights_key
+from flexmarl.objects.interface import (
+    Checksum,
+    PublishedAdapter,
+    TensorTree,
+    canary_key,
+    checksum,
+    names_checksum,
+    weights_key,
+)
 from flexmarl.records import (
     EngineUse,
     FinishReason,
@@ -85,16 +94,14 @@ class VllmEngine:
 
     def __init__(self, settings: VllmSettings, parts: EngineParts) -> None:
         """Starts vLLM's processes and waits for them, up to a minute. Raises ConfigError that names the key."""
-        config = vllm_config(settings, parts)
         self._settings, self._parts, self._policy = settings, parts, parts.policy
         self._gauge = LoadGauge()
-        with boundary(EngineError, f"policies.{parts.policy}.engine: starting vLLM"):
-            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: self._gauge], disable_log_stats=True)
-            unlink_shared_memory()
-        self._stops = StopWatch(config.model_config.get_vocab_size(), parts.decode)
-        self._versions = ServedVersions(
-            (parts.policy, *parts.together), parts.version, kept=parts.versions if settings.adapters else 1
-        )
+        self._llm = self._started()
+        self._stops = StopWatch(self._llm.model_config.get_vocab_size(), parts.decode)
+        self._versions = self._at_the_base((parts.policy, *parts.together))
+        self._asleep = False
+        self._held: dict[PolicyName, Version] = {}
+        """The newest version of each policy that was loaded, or is to be loaded by `wake`."""
         self._adapters = count(1)
         self._generated = 0
         self._open: dict[str, OpenRequest] = {}
@@ -105,6 +112,18 @@ class VllmEngine:
         self._closed = ""
         self._lost: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+
+    def _started(self) -> AsyncLLM:
+        parts = self._parts
+        config = vllm_config(self._settings, parts)
+        with boundary(EngineError, f"policies.{parts.policy}.engine: starting vLLM"), sockets_in_a_folder():
+            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: self._gauge], disable_log_stats=True)
+            unlink_shared_memory()
+        return llm
+
+    def _at_the_base(self, policies: Iterable[PolicyName]) -> ServedVersions:
+        kept = self._parts.versions if self._settings.adapters else 1
+        return ServedVersions(policies, self._parts.version, kept=kept)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Generation | GenerationProgress]:
         """Yields one Generation per request, in completion order; progress of those that stream at every step."""
@@ -170,7 +189,9 @@ class VllmEngine:
     async def capabilities(self) -> EngineCapabilities:
         """It loads whole weights, or adapters, and reports the model's own log-probabilities alone."""
         adapters = self._settings.takes_adapters
-        return EngineCapabilities(loads_weights=True, raw_logprobs=True, drawn_logprobs=False, adapters=adapters)
+        return EngineCapabilities(
+            loads_weights=True, sleeps=True, raw_logprobs=True, drawn_logprobs=False, adapters=adapters
+        )
 
     async def load_weights(self, policy: PolicyName, version: Version) -> Checksum:
         """Loads a version in vLLM's workers, and compares its canary. Returns the digest that the workers computed.
@@ -189,9 +210,52 @@ class VllmEngine:
                 adapter = PublishedAdapter.from_tree(tree)
                 if (adapter is not None) != self._settings.takes_adapters:
                     raise EngineError(_unfit(adapter))
-                if adapter is None:
-                    return await self._load_whole(tree, canary, Served(policy, version))
-                return await self._load_adapter(adapter, canary, policy, version)
+                if self._asleep:  # `wake` proves that vLLM has loaded it.
+                    held = checksum(tree) if self._parts.verify == "full" else names_checksum(tree)
+                elif adapter is None:
+                    held = await self._load_whole(tree, canary, Served(policy, version))
+                else:
+                    held = await self._load_adapter(adapter, canary, policy, version)
+                self._held[policy] = version
+                return held
+
+    async def sleep(self) -> None:
+        """Ends what runs, which goes on after `wake`, and frees the device: weights are in host memory then.
+
+        On a CPU vLLM cannot sleep: its processes end, and `wake` starts others.
+        """
+        self._require_open()
+        async with self._loading:
+            if self._asleep:
+                return
+            self._may_go.clear()
+            await self._drain(lambda _: True)
+            while any(one.over for one in self._open.values()):  # noqa: ASYNC110 - they wait for a sign of the core
+                await asyncio.sleep(ABORT_S)
+            self._asleep = True
+            if self._parts.device == "cpu":
+                await asyncio.to_thread(self._llm.shutdown)
+            else:
+                await self._unless_lost(self._llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        """Takes the device again, loads the newest version of each policy that it lacks, and resumes requests."""
+        self._require_open()
+        if not self._asleep:
+            return
+        with boundary(EngineError, f"waking the engine of '{self._policy}'"):
+            if (
+                self._parts.device == "cpu"
+            ):  # On a thread that stays: vLLM's processes end with the one that began them.
+                self._llm = await self._parts.thread.run(self._started)
+                self._versions = self._at_the_base(self._versions.policies)
+            else:
+                await self._unless_lost(self._llm.wake_up())
+            self._asleep = False
+            for policy, version in list(self._held.items()):
+                if self._versions.newest(policy).version != version:
+                    await self.load_weights(policy, version)
+        self._may_go.set()
 
     async def _load_whole(self, tree: TensorTree, canary: TensorTree, new: Served) -> Checksum:
         self._may_go.clear()
@@ -204,6 +268,7 @@ class VllmEngine:
             raise
         if new.policy != self._policy:
             self._policy, self._versions = new.policy, ServedVersions([new.policy], new.version, kept=1)
+            self._held.clear()
         self._versions.serve(new)
         self._may_go.set()
         return held
@@ -394,7 +459,7 @@ class VllmEngine:
         return self._lost
 
     async def _look(self) -> None:
-        while not self._llm.errored:  # noqa: ASYNC110 - vLLM tells nobody
+        while self._asleep or not self._llm.errored:  # noqa: ASYNC110 - vLLM tells nobody
             await asyncio.sleep(WATCH_S)
         self._lose("vLLM's engine core ended, or failed")
 

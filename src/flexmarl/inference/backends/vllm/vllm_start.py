@@ -85,5 +85,4 @@ def make_engine(settings: VllmSettings, parts: EngineParts) -> InferenceEngine:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ[OWNER] = str(os.getpid())
-    with sockets_in_a_folder():
-        return import_module("flexmarl.inference.backends.vllm.vllm_engine").VllmEngine(settings, parts)
+    return import_module("flexmarl.inference.backends.vllm.vllm_engine").VllmEngine(settings, parts)
