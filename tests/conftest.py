@@ -16,14 +16,14 @@ from hypothesis import settings
 
 # Before anything of transformers is imported: a hub name that slips into a test must fail, with network or without.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# In the background of a shell Ctrl-C is ignored, and tests that press it would wait for ever.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 # What tests start has one thread too, where other tests run at the same time.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.small_run import write_team
 
+# In the background of a shell Ctrl-C is ignored, and tests that press it would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # The models of the tests are tiny, and threads that wait for each other cost minutes.
 torch.set_num_threads(1)
 
