@@ -148,7 +148,7 @@ def test_what_a_tool_gets_wrong_is_a_mistake_that_the_agent_reads(pinned, sandbo
     assert (picture.ok, picture.text) == (False, "the result holds content of type image, which cannot be shown")
     assert not asks.ok, "a question to the user is refused"
     assert "licit" in asks.text
-    assert (colours.ok, colours.text) == (True, "a\\x1b[2Jb")
+    assert (colours.ok, colours.shown) == (True, "a\\x1b[2Jb")
 
 
 def test_a_server_that_hangs_answers_no_call_and_holds_up_nobody(pinned, sandbox):

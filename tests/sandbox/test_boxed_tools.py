@@ -59,8 +59,8 @@ def test_what_a_tool_shows_has_no_control_characters(sandbox):
     (seen,) = called(
         sandbox, PythonTool(), *code("print('a\\x1b[2J\\x00b\\r')\nprint('\\ud800'.encode(errors='replace'))")
     )
-    assert "a\\x1b[2J\\x00b\\x0d" in seen.text
-    assert "\x1b" not in seen.text
+    assert "a\\x1b[2J\\x00b\\x0d" in seen.shown
+    assert "\x1b" not in seen.shown
 
 
 def test_a_tool_that_takes_too_long_is_an_observation(sandbox):

@@ -16,7 +16,6 @@ from flexmarl.agents.context import EpisodeContext, call_seed
 from flexmarl.errors import EpisodeError, boundary, cause_of, is_unicode
 from flexmarl.tools import Found, Observation, Tool, ToolCall, ToolContext
 from flexmarl.tools.arguments import BadArguments, as_text, fitted
-from flexmarl.tools.boxed import shown
 from flexmarl.tools.interface import max_parallel_of
 
 SPENT = "budget spent: this call was not run; at most {} tool calls are allowed"
@@ -141,7 +140,7 @@ def _cut(use: ToolUse, most: int) -> ToolUse:
 def _used(
     name: str, argument: str, observation: Observation, arguments: Mapping[str, Any] | None = None, *, run: bool = True
 ) -> ToolUse:
-    result = shown(observation.shown)
+    result = observation.shown
     if not is_unicode(result):  # No tokenizer takes half a surrogate pair.
         result = result.encode("utf-8", "backslashreplace").decode("utf-8")
     return ToolUse(

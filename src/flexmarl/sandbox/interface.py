@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 MIB = 2**20
+NOBODY = 65534
+"""The user that boxes of root are."""
 
 
 class Ended(StrEnum):

@@ -12,8 +12,6 @@ from flexmarl.sandbox.interface import Box, BoxOutcome, Ended
 from flexmarl.settings import Settings
 from flexmarl.tools.interface import Observation, ToolContext
 
-SHOWN = {chr(code): f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-_TABLE = str.maketrans(SHOWN)
 LOST = "the session has ended, with its variables and files; the next call begins a new one"
 CUT = "the call before was cancelled, and its session has ended; this call began a new one"
 REASONS = {
@@ -22,15 +20,6 @@ REASONS = {
     Ended.TOO_MUCH_OUTPUT: "it wrote too much",
     Ended.KILLED: "its process was ended",
 }
-
-
-def shown(text: str) -> str:
-    r"""A text with its control characters spelled out; those of a terminal would hide what else is there.
-
-    >>> shown("a\x1b[2Jb\r\n")
-    'a\\x1b[2Jb\\x0d\n'
-    """
-    return text.translate(_TABLE)
 
 
 class BoxedCalls:
@@ -95,7 +84,7 @@ class BoxedCalls:
         if self._cut:
             parts.append(CUT)
             self._cut = False
-        text = "\n".join(shown(part) for part in parts if part)
+        text = "\n".join(filter(None, parts))
         figures = {"ended": str(outcome.ended), "exit": outcome.exit, "cpu_s": outcome.cpu_s, "wall_s": outcome.wall_s}
         return Observation(text or "(no output)", ok=outcome.ok, data=figures)
 

@@ -29,6 +29,20 @@ class ToolContext:
     """Opens boxes for code that a model wrote, if a tool of the run needs them (`needs_box`)."""
 
 
+_SPELLED = str.maketrans(
+    {chr(code): f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+)
+
+
+def spelled_out(text: str) -> str:
+    r"""A text with its control characters spelled out, but for tabs and ends of lines.
+
+    >>> spelled_out("a\x1b[2Jb\r\n")
+    'a\\x1b[2Jb\\x0d\n'
+    """
+    return text.translate(_SPELLED)
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The result of one call."""
@@ -46,12 +60,12 @@ class Observation:
 
     @property
     def shown(self) -> str:
-        """Text of the tool message.
+        """Text of the tool message. Control characters are spelled out: a terminal would hide what else is there.
 
         >>> Observation("42").shown, Observation("division by zero", ok=False).shown
         ('42', 'error: division by zero')
         """
-        return self.text if self.ok else f"error: {self.text}"
+        return spelled_out(self.text if self.ok else f"error: {self.text}")
 
 
 class BoundTool(Protocol):

@@ -29,9 +29,8 @@ from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
 from flexmarl.errors import ConfigError, EpisodeError, boundary, cause_of, described
-from flexmarl.sandbox.interface import BoxOutcome, Sandbox
-from flexmarl.tools.boxed import shown
-from flexmarl.tools.interface import Observation, ToolContext
+from flexmarl.sandbox.interface import NOBODY, BoxOutcome, Sandbox
+from flexmarl.tools.interface import Observation, ToolContext, spelled_out
 from flexmarl.tools.mcp import Listed, McpServer, as_text, pinned_tools
 
 MOST_LINE = 16 * 2**20
@@ -45,8 +44,6 @@ CLOSE_S = 5.0
 LAST_WORDS_S = 1.0
 """Time in which the box of a server that has ended tells how."""
 FOR_EVER_S = 1e6
-NOBODY = 65534
-"""The user that a box of root is."""
 SERVE = """
 import os, socket, subprocess
 channel = socket.socket(socket.AF_UNIX)
@@ -185,7 +182,7 @@ class LiveSession:
             self.answered += 1
             if error.code == types.REQUEST_TIMEOUT:
                 return Observation(f"it took longer than {most:g} s", ok=False)
-            return Observation(shown(error.message), ok=False)
+            return Observation(error.message, ok=False)
         except TimeoutError:
             raise ServerEnded(f"it takes no messages, and a call of {name!r} could not be given up") from None
         except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
@@ -286,7 +283,7 @@ def observed(result: types.CallToolResult) -> Observation:
             refused.append(part.type)
     if refused:
         texts.append(f"the result holds content of type {', '.join(sorted(set(refused)))}, which cannot be shown")
-    text = shown("\n".join(texts)) or (json.dumps(result.structured_content) if result.structured_content else "")
+    text = "\n".join(texts) or (json.dumps(result.structured_content) if result.structured_content else "")
     return Observation(text or "(no output)", ok=not (result.is_error or refused), data=result.structured_content)
 
 
@@ -363,7 +360,7 @@ async def _boxed(
 
 
 def _said(outcome: BoxOutcome) -> str:
-    return shown(outcome.stderr.strip()[-500:]) or f"{outcome.ended}, exit status {outcome.exit}"
+    return spelled_out(outcome.stderr.strip()[-500:]) or f"{outcome.ended}, exit status {outcome.exit}"
 
 
 async def _receive(reader: asyncio.StreamReader, incoming: Any, outgoing: Any) -> None:

@@ -15,7 +15,6 @@ from pydantic import Field, model_validator
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.events.safe_json import parse_json
 from flexmarl.settings import Settings
-from flexmarl.tools.boxed import shown
 from flexmarl.tools.interface import Observation, ToolContext
 
 _WORD = re.compile(r"\w+")
@@ -147,7 +146,7 @@ class SearchTool(Settings):
             f"[{place}] {_line(title, text, self.max_chars)}" for place, (title, text) in enumerate(found, start=1)
         ]
         data = [{"title": title, "text": text} for title, text in found]
-        return Observation(shown("\n".join(lines)) or "nothing was found", data=data)
+        return Observation("\n".join(lines) or "nothing was found", data=data)
 
     def _found(self, query: str) -> list[tuple[str, str]]:
         assert self.documents is not None, "with documents of a task, each episode has a tool of its own"

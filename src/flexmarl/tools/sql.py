@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.settings import Settings
 from flexmarl.tools import sql_driver
-from flexmarl.tools.boxed import BoxedCalls, shown
+from flexmarl.tools.boxed import BoxedCalls
 from flexmarl.tools.interface import Observation, ToolContext
 
 FILE = ".database"
@@ -35,12 +35,12 @@ class BoundSql:
             return self._calls.observation(outcome)
         answer = json.loads(outcome.stdout)
         if "error" in answer:
-            return Observation(shown(answer["error"]), ok=False)
+            return Observation(answer["error"], ok=False)
         lines = [" | ".join(answer["columns"]), *(" | ".join(map(_cell, row)) for row in answer["rows"])]
         if answer["more"]:
             lines.append("... (more rows are left out)")
         text = "\n".join(lines) if answer["columns"] else "done"
-        return Observation(shown(text), data={"columns": answer["columns"], "rows": answer["rows"]})
+        return Observation(text, data={"columns": answer["columns"], "rows": answer["rows"]})
 
 
 def _cell(value: Any) -> str:

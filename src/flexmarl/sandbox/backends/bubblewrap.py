@@ -24,10 +24,9 @@ from flexmarl.sandbox import driver
 from flexmarl.sandbox.backends.cgroups import BoxGroup, Cgroups
 from flexmarl.sandbox.backends.open_box import OpenBox, Output
 from flexmarl.sandbox.backends.seccomp import filter_of
-from flexmarl.sandbox.interface import Limits
+from flexmarl.sandbox.interface import NOBODY, Limits
 from flexmarl.sandbox.settings import SandboxSettings
 
-NOBODY = "65534"
 ENTER = 'for f in $1; do echo 0 > "$f" || exit 97; done; shift; unset PWD OLDPWD; exec "$@"'
 """Enters the control groups whose files are the first argument, then runs the rest."""
 TIED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -132,8 +131,16 @@ class Bubblewrap:
         if os.geteuid() == 0:
             command += [_needed("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
         command += [_needed("bwrap"), "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
-        command += ["--unshare-uts", "--unshare-cgroup-try", "--disable-userns", "--uid", NOBODY, "--gid", NOBODY]
-        command += ["--hostname", "box", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+        command += [
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+            "--disable-userns",
+            "--hostname",
+            "box",
+            "--cap-drop",
+            "ALL",
+        ]
+        command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--die-with-parent", "--new-session", "--clearenv"]
         for name, value in ENVIRONMENT.items():
             command += ["--setenv", name, value]
         command += ["--ro-bind", "/usr", "/usr"]

@@ -197,7 +197,7 @@ def tree_of(root: Path, membership: str) -> CgroupTree | str:
             if top != root or (top / "cgroup.type").exists():
                 leaf = top / f"{PREFIX}controller"
                 leaf.mkdir(exist_ok=True)
-                for pid in (top / "cgroup.procs").read_text().split() if top == root else "0":
+                for pid in (top / "cgroup.procs").read_text().split() if top == root else ["0"]:
                     with suppress(ProcessLookupError):
                         (leaf / "cgroup.procs").write_text(pid)
             (top / "cgroup.subtree_control").write_text("+memory +pids")

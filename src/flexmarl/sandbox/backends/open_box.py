@@ -18,8 +18,8 @@ from flexmarl.sandbox.interface import BoxOutcome, Ended
 
 GRACE_S = 1.0
 """Time in which a call that is over its time must end when it is interrupted; then its box is killed."""
-MOST_ANSWER = 4096
-"""Bytes of a reply that holds no file."""
+MOST_ANSWER = 2**15
+"""Bytes of a reply that holds no file: an error quotes a path, whose characters JSON may spell with six bytes."""
 MOST_FORGED = 64 * 2**20
 """Bytes of frames with a wrong nonce that are passed over in one call. A box that sends more is killed."""
 PIPE_BYTES = 65536

@@ -100,8 +100,8 @@ class VllmEngine:
         self._stops = StopWatch(self._llm.model_config.get_vocab_size(), parts.decode)
         self._versions = self._at_the_base((parts.policy, *parts.together))
         self._asleep = False
-        self._held: dict[PolicyName, Version] = {}
-        """The newest version of each policy that was loaded, or is to be loaded by `wake`."""
+        self._held: dict[PolicyName, tuple[Version, Checksum]] = {}
+        """The newest version of each policy that was loaded, or is to be loaded by `wake`, and its digest."""
         self._adapters = count(1)
         self._generated = 0
         self._open: dict[str, OpenRequest] = {}
@@ -216,7 +216,7 @@ class VllmEngine:
                     held = await self._load_whole(tree, canary, Served(policy, version))
                 else:
                     held = await self._load_adapter(adapter, canary, policy, version)
-                self._held[policy] = version
+                self._held[policy] = version, held
                 return held
 
     async def sleep(self) -> None:
@@ -244,18 +244,25 @@ class VllmEngine:
         if not self._asleep:
             return
         with boundary(EngineError, f"waking the engine of '{self._policy}'"):
-            if (
-                self._parts.device == "cpu"
-            ):  # On a thread that stays: vLLM's processes end with the one that began them.
-                self._llm = await self._parts.thread.run(self._started)
+            if self._parts.device == "cpu":
+                # On a thread that stays: vLLM's processes end with the one that began them.
+                await self._parts.thread.run(self._start_again)
                 self._versions = self._at_the_base(self._versions.policies)
             else:
                 await self._unless_lost(self._llm.wake_up())
             self._asleep = False
-            for policy, version in list(self._held.items()):
-                if self._versions.newest(policy).version != version:
-                    await self.load_weights(policy, version)
+            for policy, (version, promised) in list(self._held.items()):
+                if self._versions.newest(policy).version == version:
+                    continue
+                if (held := await self.load_weights(policy, version)) != promised:
+                    raise EngineError(f"version {version} of '{policy}' had checksum {promised}, but came as {held}")
         self._may_go.set()
+
+    def _start_again(self) -> None:
+        """Starts vLLM's processes, and ends them if the engine was closed in that time."""
+        self._llm = self._started()
+        if self._closed:
+            self._llm.shutdown()
 
     async def _load_whole(self, tree: TensorTree, canary: TensorTree, new: Served) -> Checksum:
         self._may_go.clear()

@@ -93,7 +93,9 @@ class FlexmarlTransfer(WeightTransferEngine[NoInit, HandedUpdate]):
         tree = handed_tree(update_info.address)
         digest = checksum(tree) if update_info.verify == "full" else names_checksum(tree)
         if _HEAD not in tree and getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
-            tree[_HEAD] = next(tensor for name, tensor in tree.items() if name.endswith(_EMBEDDINGS))
+            if (embedding := next((name for name in tree if name.endswith(_EMBEDDINGS)), None)) is None:
+                raise ValueError(f"the head is tied, and no tensor is called {' or '.join(_EMBEDDINGS)}")
+            tree[_HEAD] = tree[embedding]
         named = {name for name, _ in self.model.named_parameters()}
         loaded = self.model.load_weights(tree.items())  # A layer that it gives nothing would keep its old weights.
         if loaded is not None and self.model_config.quantization is None and (missing := sorted(named - loaded)):
