@@ -12,6 +12,7 @@ import pytest
 from flexmarl.errors import EngineError
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import PoolSettings
+from flexmarl.objects.interface import canary_key, weights_key
 from flexmarl.records import FinishReason, InstanceId, Version
 from tests.vllm.conftest import POLICY, Served, ServedAdapters, ask
 
@@ -126,6 +127,41 @@ def test_a_load_on_a_core_that_hangs_ends_with_its_time_and_with_its_engine(doom
         assert left() <= before
 
     doomed_adapted.runner.run(check())
+
+
+def test_weights_that_came_otherwise_than_promised_in_its_sleep_are_not_served(doomed: Served) -> None:
+    async def check() -> None:
+        before = left()
+        await doomed.engine.sleep()
+        promised = await doomed.publish(1)
+        assert await doomed.engine.load_weights(POLICY, Version(1)) == promised
+        await doomed.publish(2)
+        for key in (weights_key, canary_key):
+            other = await doomed.store.get(key(POLICY, Version(2)))
+            await doomed.store.release(key(POLICY, Version(1)))
+            await doomed.store.set(key(POLICY, Version(1)), other)
+        with pytest.raises(EngineError, match=f"version 1 of 'solver' had checksum {promised}, but came as"):
+            await doomed.engine.wake()
+        await closed(doomed, before)
+
+    doomed.runner.run(check())
+
+
+def test_an_engine_that_is_closed_while_it_wakes_leaves_nothing(doomed: Served) -> None:
+    async def check() -> None:
+        before = left()
+        await doomed.engine.sleep()
+        waking = asyncio.ensure_future(doomed.engine.wake())
+        await asyncio.sleep(1)
+        assert not waking.done()
+        waking.cancel()
+        await doomed.engine.close()
+        await doomed.engine._parts.thread.run(int)  # What was being started has started, and was ended.
+        gone, alive = psutil.wait_procs(children(), timeout=60)
+        assert not alive, f"still there: {alive}, gone: {gone}"
+        assert left() <= before
+
+    doomed.runner.run(check())
 
 
 def test_a_second_abort_does_not_answer_for_a_core_that_hangs(doomed: Served) -> None:
