@@ -86,7 +86,8 @@ class Kernel:
         kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "LANG") if name in os.environ}
         self.manager.start_kernel(cwd=str(folder), env={**kept, "HOME": str(folder)}, **_QUIET)
         self.client = self.manager.client()
-        self.client.start_channels()
+        # Code that writes into the sockets of its kernel can make the thread of the heartbeat wait for ever.
+        self.client.start_channels(hb=False)
         self.client.wait_for_ready(timeout=60)
 
     def execute(self, code: str, emit: Callable[[str, dict[str, Any]], None], stop: Callable[[], bool]) -> bool:

@@ -126,9 +126,9 @@ def test_a_tool_shows_the_same_as_in_a_box_of_this_machine(everywhere):
         context = ToolContext(episode="g0e0a0", seed=0, sandbox=everywhere, files={"numbers": "1 2 3"})
         async with PythonTool(timeout_s=5.0).open(context) as tool:
             codes = ["x = sum(map(int, open('numbers').read().split()))\nx", "print(x, '\\x1b[2J')", "1 / 0"]
-            return [(await tool.call({"code": code})).text for code in codes]
+            return [(await tool.call({"code": code})).shown for code in codes]
 
-    fault = 'Traceback (most recent call last):\n  File "<code>", line 1, in <module>'
+    fault = 'error: Traceback (most recent call last):\n  File "<code>", line 1, in <module>'
     assert run(work()) == ["6", "6 \\x1b[2J", f"{fault}\nZeroDivisionError: division by zero\nexit status 1"]
 
 

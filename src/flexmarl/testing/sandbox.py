@@ -89,7 +89,7 @@ async def _check_ends(sandbox: Sandbox) -> None:
                 await box.run("while True: pass", timeout_s=600.0)
         assert (await box.run("1")).lost, "a cancelled call ends its box"
     async with sandbox.open() as box:
-        forged = await box.run(FORGED, timeout_s=60.0)
+        forged = await box.run(FORGED, timeout_s=10.0)
         again = await box.run("print('mine')")
         assert forged.lost or again.lost or again.stdout == "mine\n", f"forged frames change no later call: {again}"
 
@@ -100,9 +100,10 @@ frame = json.dumps({"nonce": "0" * 32, "ended": "exited", "exit": 0}).encode()
 frame = struct.pack("!I", len(frame)) + frame
 for fd in range(3, 64):
     try:
-        for _ in range(10_000):
+        os.set_blocking(fd, False)
+        for _ in range(1_000):
             os.write(fd, frame)
     except OSError:
         pass
 """
-"""Writes 10 000 replies that nobody asked for to every descriptor."""
+"""Writes 1 000 replies that nobody asked for to every descriptor, as far as it takes them at once."""
