@@ -2,8 +2,8 @@
 
     python tests/docs/model_memory.py
 
-Memory is what `flexmarl check` says of one policy with the settings of examples/math_team/gpu.yaml. No weights are
-loaded: the models are built without memory, from the shapes in their `config.json` on the hub.
+Memory is what `flexmarl check` says of one policy with the settings of examples/math_team/gpu.yaml and the embedded
+engine. No weights are loaded: the models are built without memory, from the shapes in their `config.json` on the hub.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +21,7 @@ from tests.docs.pages import ROOT
 
 CONFIG = ROOT / "examples" / "math_team" / "gpu.yaml"
 SMALL, LARGE = (ROOT / "examples" / "real_team" / name for name in ("cpu.yaml", "gpu.yaml"))
+EMBEDDED = {"policies.solver.engine.type": "embedded", "policies.solver.engine.kv_gib": None}
 TRAINER = ("trainers' weights", "optimiser", "gradients")
 """Parts that a trainer holds."""
 HEAD = (
@@ -116,8 +117,8 @@ def table() -> str:
 
 
 def _cells(model: PreTrainedConfig) -> Iterator[str]:
-    full = memory(alone(load_run(CONFIG)), model)
-    lora = memory(alone(load_run(CONFIG, {"policies.solver.training.lora": {}})), model)
+    full = memory(alone(load_run(CONFIG, EMBEDDED)), model)
+    lora = memory(alone(load_run(CONFIG, EMBEDDED | {"policies.solver.training.lora": {}})), model)
     yield f"{built(model).num_parameters() / 1e6:,.0f}M"
     for size in (
         sum(full.values()),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flexmarl.errors import ConfigError, EngineError
-from flexmarl.inference.backends.vllm.engine_args import vllm_config
+from flexmarl.inference.backends.vllm.engine_args import _arguments, vllm_config
 from flexmarl.inference.calls import joined
 from flexmarl.inference.interface import EngineParts
 from flexmarl.inference.settings import VllmSettings
@@ -203,6 +203,20 @@ def test_what_vllm_refuses_is_named(served: Served, settings: dict[str, object],
         vllm_config(VllmSettings.model_validate(settings), parts)
     assert named in str(refused.value)
     assert f"policies.{POLICY}.engine" in str(refused.value)
+
+
+@pytest.mark.parametrize("kv_gib", [1.0, None])
+def test_vllm_asks_for_no_more_of_an_accelerator_than_the_keys_and_values_that_are_set(
+    served: Served, kv_gib: float | None
+) -> None:
+    """Its arguments alone: without an accelerator vLLM refuses them."""
+
+    def share(**options: float) -> float | None:
+        settings = VllmSettings(kv_gib=kv_gib, options=options)
+        return _arguments(settings, served.engine._parts, on_cpu=False).get("gpu_memory_utilization")
+
+    assert share() == (None if kv_gib is None else 0.01)
+    assert share(gpu_memory_utilization=0.3) == 0.3
 
 
 def test_an_engine_becomes_another_policys_by_its_weights_when_its_calls_have_ended(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -62,6 +65,22 @@ async def closed(served: Served, before: set[str]) -> None:
     assert not alive, f"still there: {alive}, gone: {gone}"
     assert left() <= before
     assert sockets() <= NOT_OURS
+
+
+CLOSED = """
+import sys
+from pathlib import Path
+from tests.vllm.conftest import ask, serving
+def main():
+    for served in serving(Path(sys.argv[1])):
+        served.runner.run(served.all([ask("one", max_tokens=4)]))
+main()
+"""
+
+
+def test_an_engine_that_is_closed_reports_no_failure(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", CLOSED, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert not [line for line in ended.stderr.splitlines() if re.search("Exception|Error|failed|shared_memory", line)]
 
 
 @pytest.mark.parametrize("name", ["EngineCore", "Worker"])

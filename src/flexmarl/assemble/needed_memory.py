@@ -20,7 +20,14 @@ from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
 from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
-from flexmarl.inference.settings import VLLM_CPU_KV_GIB, EmbeddedSettings, VllmSettings, computes
+from flexmarl.inference.settings import (
+    VLLM_CPU_KV_GIB,
+    VLLM_SHARE,
+    AdapterRoom,
+    EmbeddedSettings,
+    VllmSettings,
+    computes,
+)
 from flexmarl.training.backends.causal_lm import DTYPES
 from flexmarl.training.backends.logprobs import BLOCK_LOGITS, LEAN_FROM, is_linear
 from flexmarl.training.backends.network import Adapter
@@ -138,12 +145,17 @@ def _token_bytes(model: PreTrainedModel, training: TrainingSettings) -> float:
 
 
 def parts(
-    settings: RunSettings, sizes: Mapping[str, ModelSize], longest: Mapping[str, int] = MappingProxyType({})
+    settings: RunSettings,
+    sizes: Mapping[str, ModelSize],
+    longest: Mapping[str, int] = MappingProxyType({}),
+    *,
+    device_bytes: int = 0,
 ) -> list[Part]:
     """The parts at the peak, the largest first. `sizes` has every policy.
 
     `longest` has the tokens that a policy's longest request is foreseen to take, prompt and reply; without it, they are
-    `engine.max_len`.
+    `engine.max_len`. `device_bytes` is the memory of an accelerator, 0 if none is known: the keys and values are then
+    left out of vLLM's engines to which `engine.kv_gib` gives no bound.
     """
     inline = settings.cluster.backend == "inline"
     of_run = [_libraries(settings)] if settings.cluster.device == "cpu" else []
@@ -152,6 +164,8 @@ def parts(
     passes: list[Part] = []
     for name, policy in settings.policies.items():
         if settings.together(name)[0] == name:  # Its instances are those of all that it serves with.
+            if isinstance(policy.engine, VllmSettings):
+                of_run += _of_vllm(settings, name, policy.engine, sizes, device_bytes)
             of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name], shares_base=name in others, kept=kept)
@@ -198,11 +212,6 @@ def _libraries(settings: RunSettings) -> Part:
 
 def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *, deterministic: bool) -> Iterator[Part]:
     engine, count = policy.engine, policy.instances
-    if isinstance(engine, VllmSettings):
-        # A load puts a version beside the weights that are served.
-        yield Part("engines' weights", count * 2 * size.parameters * BYTES[engine.dtype], "engine.dtype, or instances")
-        held = (engine.kv_gib or VLLM_CPU_KV_GIB) * GIB * engine.tensor_parallel
-        yield Part("keys and values", count * held, "engine.kv_gib")
     if not isinstance(engine, EmbeddedSettings):
         return
     number = BYTES[engine.dtype]
@@ -214,6 +223,31 @@ def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *,
     bound = "engine.max_len" if held == most and engine.kv_gib is None else "engine.kv_gib"
     yield Part("engines' weights", count * size.parameters * number, "engine.dtype, or instances")
     yield Part("keys and values", count * held, bound, count * most if most > held else 0.0)
+
+
+def _of_vllm(
+    settings: RunSettings, name: str, engine: VllmSettings, sizes: Mapping[str, ModelSize], device_bytes: int
+) -> Iterator[Part]:
+    """The parts of the instances of a policy, with those of the policies that they serve too."""
+    on_cpu, number, count = settings.cluster.device == "cpu", BYTES[engine.dtype], settings.policies[name].instances
+    # On a CPU a version that is loaded lies in the same memory as the weights that are served.
+    copies = 2 if on_cpu and engine.adapters is None else 1
+    held = (copies * sizes[name].parameters + _in_room(settings, name, engine.adapters, sizes)) * number
+    yield Part("engines' weights", count * held, "engine.dtype, or instances")
+    kv_gib = engine.kv_gib or (VLLM_CPU_KV_GIB if on_cpu else None)
+    share = engine.options.get("gpu_memory_utilization", VLLM_SHARE) * device_bytes
+    free = max(0.0, engine.tensor_parallel * share - held)
+    kv = free if kv_gib is None else kv_gib * GIB * engine.tensor_parallel
+    yield Part("keys and values", count * kv, "engine.kv_gib")
+
+
+def _in_room(settings: RunSettings, name: str, room: AdapterRoom | None, sizes: Mapping[str, ModelSize]) -> float:
+    """Numbers in the adapters for which an instance has room, all of the largest rank that it takes."""
+    if room is None:
+        return 0.0
+    loras = {each: settings.policies[each].training.lora for each in settings.together(name)}
+    of_one = [room.max_rank / lora.rank * sizes[each].trained for each, lora in loras.items() if lora is not None]
+    return max(of_one, default=0.0) * (room.slots * settings.adapter_versions + 1)
 
 
 def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool, kept: int) -> Iterator[Part]:

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from flexmarl.assemble.blueprint import check_model, load_renderer, model_source, training_of
+from flexmarl.assemble.blueprint import check_library, check_model, load_renderer, model_source, training_of
 from flexmarl.assemble.needed_memory import ModelSize, parts, peak_bytes, size_of
 from flexmarl.cluster.placement import RoomRequest, needed
 from flexmarl.cluster.settings import ClusterSettings
@@ -171,6 +171,11 @@ def examine_machine(
     if cluster.backend == "simulated":
         yield Finding("devices", "simulated: models, devices and memory are not needed; `flexmarl simulate` plays it")
         return
+    for name in (name for name in settings.policies if settings.together(name)[0] == name):
+        try:
+            check_library(settings, name)
+        except ConfigError as problem:
+            yield Finding(f"policies.{name}.engine", str(problem), "run where it is installed, or install it")
     if cluster.backend == "ray":
         yield from _ray(settings, machine)
     else:
@@ -246,6 +251,18 @@ def _ports(cluster: ClusterSettings) -> Finding:
     return Finding("ports", f"{cluster.address} answers")
 
 
+def _on_accelerator(cluster: ClusterSettings) -> tuple[float | None, int]:
+    """GiB free on an accelerator, None if there is none here, and the bytes of its memory."""
+    if not torch.cuda.is_available():
+        return None, 0
+    free, of_device = torch.cuda.mem_get_info(torch.device(cluster.device))
+    return free / GIB, of_device
+
+
+def _takes_the_rest(engine: object) -> bool:
+    return isinstance(engine, VllmSettings) and engine.kv_gib is None
+
+
 def _memory(
     settings: RunSettings, models: Mapping[str, ModelFacts], machine: Machine, longest: Mapping[str, int]
 ) -> Iterator[Finding]:
@@ -254,21 +271,24 @@ def _memory(
     if unknown := sorted(settings.policies.keys() - sizes.keys()):
         yield Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
         return
-    found = parts(settings, sizes, longest)
+    cluster = settings.cluster
+    free_gib, of_device = machine.free_memory_gib, 0
+    if cluster.device != "cpu":
+        free_gib, of_device = _on_accelerator(cluster)
+    found = parts(settings, sizes, longest, device_bytes=of_device)
     peak_gib = peak_bytes(settings, found) / GIB
     largest = next((part for part in found if part.setting), found[0])
     told = f"{peak_gib:.2f} GiB at the peak"
-    cluster = settings.cluster
+    engines = [policy.engine for policy in settings.policies.values()]
+    if not of_device and cluster.device != "cpu" and any(map(_takes_the_rest, engines)):
+        told += ", without vLLM's keys and values, to which no engine.kv_gib gives a bound"
     if cluster.backend == "ray" and cluster.device != "cpu":
         yield Finding("memory", f"{told}, over all devices")
     else:
-        free = machine.free_memory_gib
-        if cluster.device != "cpu":
-            free = torch.cuda.mem_get_info(torch.device(cluster.device))[0] / GIB if torch.cuda.is_available() else None
         less = f"the largest part is '{largest.name}': lower {largest.setting}; or " if largest.setting else ""
         short = f"{less}free some"
-        free_too = f", on {cluster.device}" if free is None else f"; {free:.1f} GiB are free"
-        yield Finding("memory", told + free_too, short if free is not None and peak_gib > free else "")
+        free_too = f", on {cluster.device}" if free_gib is None else f"; {free_gib:.1f} GiB are free"
+        yield Finding("memory", told + free_too, short if free_gib is not None and peak_gib > free_gib else "")
     for part in found:
         more = f" for requests like those of the task played, at most {part.most / GIB:.2f}" if part.most else ""
         lower = f"; lower it by {part.setting}" if part.setting else ""

@@ -250,6 +250,8 @@ class VllmSettings(Settings):
 
 VLLM_CPU_KV_GIB = 1.0
 """GiB of keys and values of a vLLM engine on a CPU by default. vLLM's own default is most of the machine's memory."""
+VLLM_SHARE = 0.92
+"""Share of an accelerator's memory that vLLM takes by default: its `gpu_memory_utilization`."""
 VLLM_CPU_HEAD = 32
 """vLLM's attention on a CPU takes heads whose size is a multiple of this."""
 VLLM_ARGUMENTS = {

@@ -52,7 +52,7 @@ def small_model(**more: Any) -> PreTrainedModel:
 
 
 def policy_of(training: dict[str, Any], **engine: Any) -> PolicySettings:
-    engine |= {"type": "embedded", "dtype": training.get("dtype", "float32")}
+    engine = {"type": "embedded", "dtype": training.get("dtype", "float32")} | engine
     return PolicySettings.model_validate({"model": "here", "engine": engine, "training": training}).publishing()
 
 
@@ -199,6 +199,37 @@ def test_a_frozen_policy_takes_an_engine_and_nothing_for_training() -> None:
     found = by_name(parts(run_of(policy), {"solver": size}))
     assert found.keys() == {"libraries", "engines' weights", "keys and values"}
     assert found["engines' weights"] == 2 * 4 * size.parameters
+
+
+def of_vllm(device: str, training: dict[str, Any], **engine: Any) -> dict[str, float]:
+    """Parts of a policy on two instances, each on an accelerator of 80 GiB if it is on one."""
+    policy = policy_of({"dtype": "bfloat16", **training}, type="vllm", **engine).model_copy(update={"instances": 2})
+    run = run_of(policy)
+    run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": device})})
+    return by_name(parts(run, {"solver": counted(policy)}, device_bytes=80 * GIB if device == "cuda" else 0))
+
+
+def test_an_accelerator_of_vllm_holds_its_weights_once_and_the_keys_and_values_that_are_set() -> None:
+    weights = 2 * counted(policy_of({})).parameters
+    on_cpu = of_vllm("cpu", {})
+    assert (on_cpu["engines' weights"], on_cpu["keys and values"]) == (2 * 2 * weights, 2 * GIB)
+    on_cuda = of_vllm("cuda", {}, kv_gib=3)
+    assert (on_cuda["engines' weights"], on_cuda["keys and values"]) == (2 * weights, 2 * 3 * GIB)
+
+
+def test_vllm_takes_what_its_weights_leave_of_its_share_of_an_accelerator() -> None:
+    for options, share in (({}, 0.92), ({"gpu_memory_utilization": 0.5}, 0.5)):
+        found = of_vllm("cuda", {}, options=options)
+        assert found["engines' weights"] + found["keys and values"] == pytest.approx(2 * share * 80 * GIB)
+
+
+def test_an_instance_has_room_for_each_version_of_its_adapters_at_their_largest_rank() -> None:
+    lora = {"lora": {"rank": 4}}
+    # In step, each of three adapters has one version; and one comes.
+    size, places = counted(policy_of(lora)), 3 * 1 + 1
+    found = of_vllm("cuda", lora, adapters={"slots": 3, "max_rank": 16})
+    of_largest = 16 / 4 * size.trained
+    assert found["engines' weights"] == 2 * 2 * (size.parameters + places * of_largest)
 
 
 def test_all_logits_count_where_the_head_is_more_than_a_linear_layer() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flexmarl import cli
+from flexmarl.assemble import blueprint
 from flexmarl.assemble.boxes import servers_of
 from flexmarl.cli.examine import examine
 from flexmarl.cli.needs import Finding, examine_machine
@@ -55,6 +56,21 @@ def test_colocated_training_needs_no_devices_beside_those_of_the_engines(small_r
     assert ranks.todo.startswith("run on a machine with 4 accelerators")
     wide = processes("mode=sync", "policies.one.engine={type: vllm, tensor_parallel: 2}")
     assert wide.todo.startswith("run on a machine with 7 accelerators")
+
+
+def test_a_library_that_an_engine_lacks_here_is_to_do(small_run: Path, monkeypatch) -> None:
+    vllm = load_run(small_run, ["cluster={backend: inline}", "policies.one.engine={type: vllm}"])
+
+    def found() -> list[Finding]:
+        findings = list(examine_machine(vllm, {}, this_machine(), {}))
+        return [finding for finding in findings if finding.subject == "policies.one.engine"]
+
+    monkeypatch.setattr(blueprint, "find_spec", lambda _: None)
+    (lacks,) = found()
+    assert "pip install 'vllm" in lacks.found
+    assert lacks.todo
+    monkeypatch.setattr(blueprint, "find_spec", lambda _: "there")
+    assert found() == []
 
 
 def test_tasks_of_a_file_are_counted(small_run: Path) -> None:

@@ -42,6 +42,9 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
         raise ConfigError(f"{at}: vLLM refuses it{_options_of(settings)}: {described(error)}") from error
 
 
+_SHARE_IF_GIVEN = 0.01
+
+
 def _options_of(settings: VllmSettings) -> str:
     return f", with options {settings.options}" if settings.options else ""
 
@@ -58,6 +61,9 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "generation_config": "vllm",
         "seed": 0,
     }
+    if kv_gib is not None and not on_cpu:
+        # vLLM starts only where this share of the device is free, although it takes no more than it is given.
+        free["gpu_memory_utilization"] = _SHARE_IF_GIVEN
     return {
         **free,
         **settings.options,

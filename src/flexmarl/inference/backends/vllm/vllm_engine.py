@@ -234,7 +234,7 @@ class VllmEngine:
                 await asyncio.sleep(ABORT_S)
             self._asleep = True
             if self._parts.device == "cpu":
-                await asyncio.to_thread(self._llm.shutdown)
+                await self._end_processes()
             else:
                 await self._unless_lost(self._llm.sleep(level=1))
 
@@ -325,6 +325,12 @@ class VllmEngine:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
+        await self._end_processes()
+
+    async def _end_processes(self) -> None:
+        """Ends vLLM's processes. Its reader of results goes first: it would report their end as a failure."""
+        if (reader := self._llm.output_handler) is not None:
+            reader.cancel()
         await asyncio.to_thread(self._llm.shutdown)
 
     async def _serve(self, one: OpenRequest) -> None:

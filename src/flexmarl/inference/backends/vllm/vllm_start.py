@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from threading import Lock
 
 import psutil
@@ -45,6 +46,8 @@ def unlink_shared_memory() -> None:
             for name in names:
                 with suppress(FileNotFoundError):
                     os.unlink(name)
+                    if "/psm_" in name:  # Python's tracker, which is one for all of them, would call it leaked.
+                        resource_tracker.unregister(name.removeprefix("/dev/shm"), "shared_memory")
 
 
 @contextmanager

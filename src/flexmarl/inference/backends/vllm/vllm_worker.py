@@ -9,6 +9,7 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,10 +36,22 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine("flexmarl", FlexmarlTransfer)
     owner = os.environ.get(OWNER)
     if owner is not None and int(owner) != os.getpid():
+        _unlink_what_is_there()
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # It died in between, and no signal comes.
             os._exit(1)
+
+
+def _unlink_what_is_there() -> None:
+    """Lets vLLM unlink shared memory whose name its engine has removed (`unlink_shared_memory`), and say nothing."""
+    unlink = SharedMemory.unlink
+
+    def if_there(self: SharedMemory) -> None:
+        with suppress(FileNotFoundError):
+            unlink(self)
+
+    SharedMemory.unlink = if_there
 
 
 @dataclass
