@@ -4,7 +4,9 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -13,6 +15,7 @@ import pytest
 from flexmarl.errors import ConfigError, EpisodeError
 from flexmarl.tools import Observation, ToolContext
 from flexmarl.tools.mcp import McpServer
+from flexmarl.tools.mcp_session import MOST_LINE
 from tests.commands import run_commands
 from tests.docs.pages import blocks
 from tests.mcp_servers.conftest import HERE, PACKAGES, odd, of_npm, of_pypi
@@ -248,6 +251,47 @@ def test_nobody_who_listens_is_a_fault(pinned, sandbox):
     server = pinned({"name": "odd", "url": "http://127.0.0.1:9/mcp"}, listed_by=odd())
     with pytest.raises(EpisodeError, match="'odd' cannot be used"):
         called(server, sandbox, ("echo", {"text": "x"}))
+
+
+class Flood(BaseHTTPRequestHandler):
+    """Answers each request without end: as one message, as one event, or as what would unpack to far more."""
+
+    protocol_version = "HTTP/1.1"
+    headers_sent: Mapping[str, str] = {}
+    sent = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        for name, value in {**self.headers_sent, "Transfer-Encoding": "chunked"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):
+            while type(self).sent < 2**28:
+                self.wfile.write(b"10000\r\n" + b"x" * 2**16 + b"\r\n")
+                type(self).sent += 2**16
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "application/json"},
+        {"Content-Type": "text/event-stream"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+def test_a_server_that_sends_without_end_is_not_read_on(pinned, sandbox, headers):
+    flood = type("TheFlood", (Flood,), {"headers_sent": headers})
+    with ThreadingHTTPServer(("127.0.0.1", 0), flood) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        server = pinned({"name": "odd", "url": f"http://127.0.0.1:{http.server_port}/mcp"}, listed_by=odd())
+        with pytest.raises(EpisodeError, match="'odd' cannot be used"):
+            called(server, sandbox, ("echo", {"text": "x"}))
+        http.shutdown()
+    assert flood.sent < 4 * MOST_LINE
 
 
 def test_a_header_comes_from_the_environment_or_is_missed(pinned, sandbox, odd_over_http, monkeypatch):

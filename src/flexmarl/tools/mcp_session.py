@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import anyio
+import httpx2
 import mcp_types as types
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
@@ -34,7 +35,7 @@ from flexmarl.tools.interface import Observation, ToolContext, spelled_out
 from flexmarl.tools.mcp import Listed, McpServer, as_text, pinned_tools
 
 MOST_LINE = 16 * 2**20
-"""Longest message of a server in a box, in bytes. A longer one ends the session."""
+"""Longest message of a server, in bytes. A longer one of a server in a box ends the session."""
 MOST_PAGES = 100
 """Pages of a list of tools."""
 GRACE_S = 2.0
@@ -307,11 +308,34 @@ async def _http(server: McpServer) -> AsyncIterator[Any]:
         headers[name] = os.environ[variable].strip()
         if not (headers[name].isascii() and headers[name].isprintable()):  # The client's own error would show it.
             raise EpisodeError(f"the environment variable {variable} holds characters that no header can have")
-    async with (
-        create_mcp_http_client(headers=headers) as http,
-        streamable_http_client(server.url, http_client=http) as streams,
-    ):
-        yield streams
+    async with create_mcp_http_client(headers=headers | {"Accept-Encoding": "identity"}) as http:
+        http.event_hooks = {"response": [_bounded]}
+        async with streamable_http_client(server.url, http_client=http, max_sse_event_size=MOST_LINE) as streams:
+            yield streams
+
+
+async def _bounded(response: httpx2.Response) -> None:
+    """Lets a message have `MOST_LINE` bytes: the client reads an answer whole, and bounds only events."""
+    if "content-encoding" in response.headers:  # Few bytes could be many.
+        raise httpx2.StreamError("it is compressed, although nobody asked for that")
+    if "text/event-stream" not in response.headers.get("content-type", ""):
+        response.stream = _AtMost(response.stream)
+
+
+class _AtMost(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        length = 0
+        async for piece in self._stream:
+            length += len(piece)
+            if length > MOST_LINE:
+                raise httpx2.StreamError(f"it has more than {MOST_LINE} bytes")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
 
 
 @asynccontextmanager
