@@ -59,6 +59,7 @@ class Adapter:
         with torch.random.fork_rng(devices=[]), boundary(ConfigError, f"training.lora.target_modules {targets!r}"):
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(self._config, model, ADAPTER)
+        self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, lora.Linear)]
         self._check_targets(targets)
         self._anchor: dict[str, Tensor] = {}
         """The adapter of the last reset of the reference, by name; empty before the first one."""
@@ -91,7 +92,7 @@ class Adapter:
         """A and B of each layer, by its name in the base."""
         return {
             name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
-            for name, layer in self._layers()
+            for name, layer in self._layers
         }
 
     @property
@@ -180,18 +181,13 @@ class Adapter:
         )
         self._config.save_pretrained(str(path))
 
-    def _layers(self) -> "Iterator[tuple[str, lora.Linear]]":
-        for name, module in self._model.named_modules():
-            if isinstance(module, lora.Linear):
-                yield name, module
-
     def _enable(self, enabled: bool) -> None:
-        for _, layer in self._layers():
+        for _, layer in self._layers:
             layer.enable_adapters(enabled)
 
     def _check_targets(self, targets: object) -> None:
         wrapped = {name for name, module in self._model.named_modules() if hasattr(module, "base_layer")}
-        if other := wrapped - {name for name, _ in self._layers()}:
+        if other := wrapped - {name for name, _ in self._layers}:
             raise ConfigError(
                 f"training.lora.target_modules {targets!r}: '{min(other)}' is no linear layer; leave it out"
             )
