@@ -5,6 +5,7 @@ import sys
 import time
 
 import anyio
+from mcp.server import _streamable_http_modern
 from mcp.server.mcpserver import Context, Image, MCPServer
 from pydantic import BaseModel
 
@@ -79,6 +80,14 @@ async def ask(context: Context) -> str:
 
 
 @server.tool()
+async def much(seconds: float) -> str:
+    """Says more than a message may have after a while, and counts as `count` does."""
+    count()
+    await anyio.sleep(seconds)
+    return "x" * 2**25
+
+
+@server.tool()
 def colours() -> str:
     """Writes what a terminal would hide."""
     return "a\x1b[2Jb"
@@ -94,6 +103,7 @@ if os.environ.get("ODD") == "has another tool":
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
+        _streamable_http_modern._SSE_PING_INTERVAL = 0.5  # What takes longer is answered by events.
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run()

@@ -253,6 +253,16 @@ def test_nobody_who_listens_is_a_fault(pinned, sandbox):
         called(server, sandbox, ("echo", {"text": "x"}))
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, "it has more than 16777216 bytes"), (1.0, "SSE stream failed")])
+def test_an_answer_that_is_too_long_is_a_mistake_and_the_call_is_not_repeated(
+    pinned, sandbox, odd_over_http, seconds, said
+):
+    server = pinned({"name": "odd", "url": odd_over_http, "timeout_s": 30.0}, listed_by=odd())
+    first, much, second = called(server, sandbox, ("count", {}), ("much", {"seconds": seconds}), ("count", {}))
+    assert (much.ok, said in much.text, len(much.text) < 1000) == (False, True, True)
+    assert int(second.text) == int(first.text) + 2
+
+
 class Flood(BaseHTTPRequestHandler):
     """Answers each request without end: as one message, as one event, or as what would unpack to far more."""
 
@@ -280,6 +290,8 @@ class Flood(BaseHTTPRequestHandler):
     [
         {"Content-Type": "application/json"},
         {"Content-Type": "text/event-stream"},
+        {"Content-Type": "application/json; profile=text/event-stream"},
+        {"Content-Type": "text/event-stream", "Content-Encoding": "deflate"},
         {"Content-Type": "application/json", "Content-Encoding": "gzip"},
     ],
 )

@@ -214,7 +214,7 @@ def test_two_policies_train_adapters_on_one_instance_that_dies_once(config: Path
         ({"cluster.backend": "inline"}, "policies.one.engine.python is set, but with cluster.backend=inline"),
         (
             {"policies.one.engine.tensor_parallel": 2},
-            "policies.one.engine.tensor_parallel is 2, but cluster.device is 'cpu'",
+            "policies.one.engine.tensor_parallel is 2, but cluster.backend=ray on 'cpu' has one device",
         ),
         ({"policies.one.engine.options": {"dtype": "float32"}}, "options.dtype is set by flexmarl; use engine.dtype"),
         ({"policies.one.engine.python": "/nowhere/python"}, "policies.one.engine.python: there is no /nowhere/python"),

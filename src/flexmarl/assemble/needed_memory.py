@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmarl.config import RunSettings
@@ -22,8 +22,8 @@ from flexmarl.events.machine import GIB
 from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
 from flexmarl.inference.settings import (
     VLLM_CPU_KV_GIB,
+    VLLM_RANKS,
     VLLM_SHARE,
-    AdapterRoom,
     EmbeddedSettings,
     VllmSettings,
     computes,
@@ -81,6 +81,8 @@ class ModelSize:
     """Bytes that a pass keeps of a token until its backward, the head aside."""
     cached: int
     """Numbers in the keys and values of one token."""
+    adaptable: int
+    """Numbers of an adapter of rank 1 for all layers that vLLM adapts: linear ones, and the embeddings."""
 
 
 def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
@@ -90,6 +92,7 @@ def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
     if isinstance(policy.engine, EmbeddedSettings):
         cached = cached_numbers(model)
     head = model.get_output_embeddings()
+    adaptable = sum(sum(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
     trained, has_adapter = parameters * policy.trainable, policy.trainable and training.lora is not None
     if policy.trainable and training.lora is not None:
         Adapter(model, training.lora, seed=0)
@@ -103,6 +106,7 @@ def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
         is_linear=is_linear(head),
         token_bytes=_token_bytes(model, training) if policy.trainable else 0.0,
         cached=cached,
+        adaptable=adaptable,
     )
 
 
@@ -165,7 +169,7 @@ def parts(
     for name, policy in settings.policies.items():
         if settings.together(name)[0] == name:  # Its instances are those of all that it serves with.
             if isinstance(policy.engine, VllmSettings):
-                of_run += _of_vllm(settings, name, policy.engine, sizes, device_bytes)
+                of_run += _of_vllm(settings, name, policy.engine, sizes[name], device_bytes)
             of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name], shares_base=name in others, kept=kept)
@@ -226,28 +230,23 @@ def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *,
 
 
 def _of_vllm(
-    settings: RunSettings, name: str, engine: VllmSettings, sizes: Mapping[str, ModelSize], device_bytes: int
+    settings: RunSettings, name: str, engine: VllmSettings, size: ModelSize, device_bytes: int
 ) -> Iterator[Part]:
-    """The parts of the instances of a policy, with those of the policies that they serve too."""
+    """The parts of the instances of a policy, but for what a pass of vLLM takes, which nobody knows before it runs."""
     on_cpu, number, count = settings.cluster.device == "cpu", BYTES[engine.dtype], settings.policies[name].instances
     # On a CPU a version that is loaded lies in the same memory as the weights that are served.
     copies = 2 if on_cpu and engine.adapters is None else 1
-    held = (copies * sizes[name].parameters + _in_room(settings, name, engine.adapters, sizes)) * number
+    numbers = copies * size.parameters
+    if (room := engine.adapters) is not None:
+        rank = next(rank for rank in VLLM_RANKS if rank >= room.max_rank)
+        numbers += (room.slots * settings.adapter_versions + 1) * rank * size.adaptable
+    held = numbers * number
     yield Part("engines' weights", count * held, "engine.dtype, or instances")
     kv_gib = engine.kv_gib or (VLLM_CPU_KV_GIB if on_cpu else None)
     share = engine.options.get("gpu_memory_utilization", VLLM_SHARE) * device_bytes
     free = max(0.0, engine.tensor_parallel * share - held)
     kv = free if kv_gib is None else kv_gib * GIB * engine.tensor_parallel
     yield Part("keys and values", count * kv, "engine.kv_gib")
-
-
-def _in_room(settings: RunSettings, name: str, room: AdapterRoom | None, sizes: Mapping[str, ModelSize]) -> float:
-    """Numbers in the adapters for which an instance has room, all of the largest rank that it takes."""
-    if room is None:
-        return 0.0
-    loras = {each: settings.policies[each].training.lora for each in settings.together(name)}
-    of_one = [room.max_rank / lora.rank * sizes[each].trained for each, lora in loras.items() if lora is not None]
-    return max(of_one, default=0.0) * (room.slots * settings.adapter_versions + 1)
 
 
 def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool, kept: int) -> Iterator[Part]:

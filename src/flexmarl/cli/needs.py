@@ -171,11 +171,12 @@ def examine_machine(
     if cluster.backend == "simulated":
         yield Finding("devices", "simulated: models, devices and memory are not needed; `flexmarl simulate` plays it")
         return
-    for name in (name for name in settings.policies if settings.together(name)[0] == name):
+    for name in settings.policies:
         try:
-            check_library(settings, name)
+            if settings.together(name)[0] == name:
+                check_library(settings, name)
         except ConfigError as problem:
-            yield Finding(f"policies.{name}.engine", str(problem), "run where it is installed, or install it")
+            yield Finding(f"policies.{name}.engine", "its library cannot be used here", str(problem))
     if cluster.backend == "ray":
         yield from _ray(settings, machine)
     else:
@@ -255,12 +256,8 @@ def _on_accelerator(cluster: ClusterSettings) -> tuple[float | None, int]:
     """GiB free on an accelerator, None if there is none here, and the bytes of its memory."""
     if not torch.cuda.is_available():
         return None, 0
-    free, of_device = torch.cuda.mem_get_info(torch.device(cluster.device))
-    return free / GIB, of_device
-
-
-def _takes_the_rest(engine: object) -> bool:
-    return isinstance(engine, VllmSettings) and engine.kv_gib is None
+    free, device_bytes = torch.cuda.mem_get_info(torch.device(cluster.device))
+    return free / GIB, device_bytes
 
 
 def _memory(
@@ -272,23 +269,24 @@ def _memory(
         yield Finding("memory", f"unknown until the model of {', '.join(unknown)} is on this machine")
         return
     cluster = settings.cluster
-    free_gib, of_device = machine.free_memory_gib, 0
+    free_gib, device_bytes = machine.free_memory_gib, 0
     if cluster.device != "cpu":
-        free_gib, of_device = _on_accelerator(cluster)
-    found = parts(settings, sizes, longest, device_bytes=of_device)
+        free_gib, device_bytes = _on_accelerator(cluster)
+    found = parts(settings, sizes, longest, device_bytes=device_bytes)
     peak_gib = peak_bytes(settings, found) / GIB
     largest = next((part for part in found if part.setting), found[0])
-    told = f"{peak_gib:.2f} GiB at the peak"
-    engines = [policy.engine for policy in settings.policies.values()]
-    if not of_device and cluster.device != "cpu" and any(map(_takes_the_rest, engines)):
-        told += ", without vLLM's keys and values, to which no engine.kv_gib gives a bound"
+    summary = f"{peak_gib:.2f} GiB at the peak"
+    vllm = [policy.engine for policy in settings.policies.values() if isinstance(policy.engine, VllmSettings)]
+    if vllm and cluster.device != "cpu":
+        unknown = not device_bytes and any(engine.kv_gib is None for engine in vllm)
+        summary += f", without vLLM's passes and CUDA graphs{', keys and values' if unknown else ''}"
     if cluster.backend == "ray" and cluster.device != "cpu":
-        yield Finding("memory", f"{told}, over all devices")
+        yield Finding("memory", f"{summary}, over all devices")
     else:
         less = f"the largest part is '{largest.name}': lower {largest.setting}; or " if largest.setting else ""
         short = f"{less}free some"
-        free_too = f", on {cluster.device}" if free_gib is None else f"; {free_gib:.1f} GiB are free"
-        yield Finding("memory", told + free_too, short if free_gib is not None and peak_gib > free_gib else "")
+        of_free = f", on {cluster.device}" if free_gib is None else f"; {free_gib:.1f} GiB are free"
+        yield Finding("memory", summary + of_free, short if free_gib is not None and peak_gib > free_gib else "")
     for part in found:
         more = f" for requests like those of the task played, at most {part.most / GIB:.2f}" if part.most else ""
         lower = f"; lower it by {part.setting}" if part.setting else ""

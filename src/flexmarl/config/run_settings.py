@@ -28,6 +28,7 @@ from flexmarl.inference.settings import (
     BalanceSettings,
     EmbeddedSettings,
     PoolSettings,
+    VllmSettings,
     computes,
     gives_way,
     is_timed,
@@ -486,10 +487,16 @@ class RunSettings(Settings):
                     f"{at}.python is set, but with cluster.backend={self.cluster.backend} engines live in this "
                     f"process; use cluster.backend=ray, or {at}.python=null"
                 )
-            if (wanted := getattr(engine, "tensor_parallel", 1)) > 1 and self.cluster.device != "cuda":
+            on = self.cluster.device
+            if (wanted := getattr(engine, "tensor_parallel", 1)) > 1 and (on, self.cluster.backend) != ("cuda", "ray"):
                 yield (
-                    f"{at}.tensor_parallel is {wanted}, but cluster.device is '{self.cluster.device}', which is one "
+                    f"{at}.tensor_parallel is {wanted}, but cluster.backend={self.cluster.backend} on '{on}' has one "
                     f"device; use cluster.device=cuda with cluster.backend=ray, or tensor_parallel=1"
+                )
+            if isinstance(engine, VllmSettings) and on.partition(":")[2] not in ("", "0"):
+                yield (
+                    f"cluster.device is '{on}', but {at} is vLLM, which takes the first device that it sees; use "
+                    f"cluster.device=cuda, and hide the others by the environment variable CUDA_VISIBLE_DEVICES"
                 )
 
     def _instances_are_shared(self) -> Iterator[str]:

@@ -245,6 +245,8 @@ class VllmSettings(Settings):
         for key in options:
             if key in VLLM_ARGUMENTS:
                 raise ValueError(f"options.{key} is set by flexmarl; {VLLM_ARGUMENTS[key]}")
+        if not isinstance(share := options.get("gpu_memory_utilization", 1), float | int) or not 0 < share <= 1:
+            raise ValueError(f"options.gpu_memory_utilization is {share!r}; use a share of the device, e.g. 0.4")
         return options
 
 
@@ -252,6 +254,8 @@ VLLM_CPU_KV_GIB = 1.0
 """GiB of keys and values of a vLLM engine on a CPU by default. vLLM's own default is most of the machine's memory."""
 VLLM_SHARE = 0.92
 """Share of an accelerator's memory that vLLM takes by default: its `gpu_memory_utilization`."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for whose adapters vLLM has room."""
 VLLM_CPU_HEAD = 32
 """vLLM's attention on a CPU takes heads whose size is a multiple of this."""
 VLLM_ARGUMENTS = {

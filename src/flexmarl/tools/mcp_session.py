@@ -38,6 +38,8 @@ MOST_LINE = 16 * 2**20
 """Longest message of a server, in bytes. A longer one of a server in a box ends the session."""
 MOST_PAGES = 100
 """Pages of a list of tools."""
+UNREADABLE = "SSE stream failed"
+"""How the client begins its text about an event that it cannot read. The session goes on."""
 GRACE_S = 2.0
 """Time beyond `timeout_s` in which the client must have given a call up; after it, the session counts as ended."""
 CLOSE_S = 5.0
@@ -178,7 +180,7 @@ class LiveSession:
                     await self._relist(client)
                 result = await client.call_tool(name, dict(arguments), read_timeout_seconds=most)
         except MCPError as error:
-            if error.code == types.CONNECTION_CLOSED:
+            if error.code == types.CONNECTION_CLOSED and not error.message.startswith(UNREADABLE):
                 raise ServerEnded(error.message) from None
             self.answered += 1
             if error.code == types.REQUEST_TIMEOUT:
@@ -315,23 +317,27 @@ async def _http(server: McpServer) -> AsyncIterator[Any]:
 
 
 async def _bounded(response: httpx2.Response) -> None:
-    """Lets a message have `MOST_LINE` bytes: the client reads an answer whole, and bounds only events."""
-    if "content-encoding" in response.headers:  # Few bytes could be many.
-        raise httpx2.StreamError("it is compressed, although nobody asked for that")
-    if "text/event-stream" not in response.headers.get("content-type", ""):
-        response.stream = _AtMost(response.stream)
+    """Bounds what the client would read whole; events are bounded by the client."""
+    media, codings = (response.headers.get(f"content-{of}", "").lower() for of in ("type", "encoding"))
+    is_read = response.is_success and response.request.method != "DELETE"
+    events = is_read and media.startswith("text/event-stream")
+    fault = httpx2.SSEError if events else httpx2.StreamError  # Each is that which the client turns into an answer.
+    if {coding.strip() for coding in codings.split(",")} - {"", "identity"}:
+        response.stream = _AtMost(response.stream, 0, fault("it is compressed, and may unpack to gigabytes"))
+    elif not events:
+        response.stream = _AtMost(response.stream, MOST_LINE, fault(f"it has more than {MOST_LINE} bytes"))
 
 
 class _AtMost(httpx2.AsyncByteStream):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, most: int, fault: Exception) -> None:
+        self._stream, self._most, self._fault = stream, most, fault
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         length = 0
         async for piece in self._stream:
             length += len(piece)
-            if length > MOST_LINE:
-                raise httpx2.StreamError(f"it has more than {MOST_LINE} bytes")
+            if length > self._most:
+                raise self._fault
             yield piece
 
     async def aclose(self) -> None:

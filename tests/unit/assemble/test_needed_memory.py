@@ -223,13 +223,14 @@ def test_vllm_takes_what_its_weights_leave_of_its_share_of_an_accelerator() -> N
         assert found["engines' weights"] + found["keys and values"] == pytest.approx(2 * share * 80 * GIB)
 
 
-def test_an_instance_has_room_for_each_version_of_its_adapters_at_their_largest_rank() -> None:
-    lora = {"lora": {"rank": 4}}
+def test_an_instance_has_room_for_each_version_of_its_adapters_on_all_layers_at_the_next_rank_of_vllm() -> None:
+    lora = {"lora": {"rank": 4, "target_modules": ["q_proj"]}}
     # In step, each of three adapters has one version; and one comes.
     size, places = counted(policy_of(lora)), 3 * 1 + 1
-    found = of_vllm("cuda", lora, adapters={"slots": 3, "max_rank": 16})
-    of_largest = 16 / 4 * size.trained
-    assert found["engines' weights"] == 2 * 2 * (size.parameters + places * of_largest)
+    attention, mlp, ends = 2 * (192 + 192) + 2 * (192 + 96), 3 * (192 + 512), 2 * (192 + 64)
+    assert size.adaptable == 3 * (attention + mlp) + ends
+    found = of_vllm("cuda", lora, adapters={"slots": 3, "max_rank": 24})
+    assert found["engines' weights"] == 2 * 2 * (size.parameters + places * 32 * size.adaptable)
 
 
 def test_all_logits_count_where_the_head_is_more_than_a_linear_layer() -> None:

@@ -67,10 +67,26 @@ def test_a_library_that_an_engine_lacks_here_is_to_do(small_run: Path, monkeypat
 
     monkeypatch.setattr(blueprint, "find_spec", lambda _: None)
     (lacks,) = found()
-    assert "pip install 'vllm" in lacks.found
-    assert lacks.todo
+    assert "pip install 'vllm" in lacks.todo
     monkeypatch.setattr(blueprint, "find_spec", lambda _: "there")
     assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "named"),
+    [
+        (
+            "{type: vllm}",
+            "cuda:1",
+            "cluster.device is 'cuda:1', but policies.one.engine is vLLM, which takes",
+        ),
+        ("{type: vllm, tensor_parallel: 2}", "cuda", "tensor_parallel is 2, but cluster.backend=inline on 'cuda' has"),
+    ],
+)
+def test_devices_that_vllm_in_one_process_cannot_have_are_named(small_run: Path, engine, device, named) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_run(small_run, [f"cluster={{backend: inline, device: {device}}}", f"policies.one.engine={engine}"])
+    assert named in str(refused.value)
 
 
 def test_tasks_of_a_file_are_counted(small_run: Path) -> None:

@@ -103,6 +103,12 @@ def test_options_that_flexmarl_sets_are_refused_by_name(option, instead) -> None
         VllmSettings(options=option)
 
 
+@pytest.mark.parametrize("share", ["0.4", None, 0, 1.5])
+def test_a_share_of_the_device_that_is_none_is_named(share) -> None:
+    with pytest.raises(ValidationError, match=r"options.gpu_memory_utilization is .*; use a share of the device"):
+        VllmSettings(options={"gpu_memory_utilization": share})
+
+
 def test_an_interpreter_without_the_package_or_that_is_none_is_named(tmp_path: Path) -> None:
     require_interpreter(Path(sys.executable), "key", packages=("torch",))
     with pytest.raises(ConfigError, match=r"^key: .* does not have no_such_package"):

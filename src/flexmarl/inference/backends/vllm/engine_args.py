@@ -13,6 +13,9 @@ from flexmarl.inference.interface import EngineParts
 from flexmarl.inference.settings import VLLM_CPU_KV_GIB, AdapterRoom, VllmSettings
 
 GIB = 2**30
+_LEAST_SHARE = 0.01
+"""vLLM starts only where this share of the device is free. With `kv_gib` it decides nothing else, and its default
+of 0.92 would refuse a device that trainers share."""
 _WORKER = "flexmarl.inference.backends.vllm.vllm_worker.FlexmarlWorker"
 
 
@@ -42,9 +45,6 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
         raise ConfigError(f"{at}: vLLM refuses it{_options_of(settings)}: {described(error)}") from error
 
 
-_SHARE_IF_GIVEN = 0.01
-
-
 def _options_of(settings: VllmSettings) -> str:
     return f", with options {settings.options}" if settings.options else ""
 
@@ -62,8 +62,7 @@ def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> d
         "seed": 0,
     }
     if kv_gib is not None and not on_cpu:
-        # vLLM starts only where this share of the device is free, although it takes no more than it is given.
-        free["gpu_memory_utilization"] = _SHARE_IF_GIVEN
+        free["gpu_memory_utilization"] = _LEAST_SHARE
     return {
         **free,
         **settings.options,

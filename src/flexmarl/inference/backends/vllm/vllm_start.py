@@ -46,7 +46,8 @@ def unlink_shared_memory() -> None:
             for name in names:
                 with suppress(FileNotFoundError):
                     os.unlink(name)
-                    if "/psm_" in name:  # Python's tracker, which is one for all of them, would call it leaked.
+                    # The tracker of leaks, which spawned processes share, has heard of it.
+                    if "/psm_" in name and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn":
                         resource_tracker.unregister(name.removeprefix("/dev/shm"), "shared_memory")
 
 

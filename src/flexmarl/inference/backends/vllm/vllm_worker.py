@@ -36,15 +36,15 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine("flexmarl", FlexmarlTransfer)
     owner = os.environ.get(OWNER)
     if owner is not None and int(owner) != os.getpid():
-        _unlink_what_is_there()
+        _ignore_missing_shared_memory()
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # It died in between, and no signal comes.
             os._exit(1)
 
 
-def _unlink_what_is_there() -> None:
-    """Lets vLLM unlink shared memory whose name its engine has removed (`unlink_shared_memory`), and say nothing."""
+def _ignore_missing_shared_memory() -> None:
+    """Lets vLLM unlink shared memory whose name its engine has removed already (`unlink_shared_memory`)."""
     unlink = SharedMemory.unlink
 
     def if_there(self: SharedMemory) -> None:
