@@ -144,6 +144,42 @@ def test_a_box_that_outlives_its_program_does_not_outlive_its_block(sandbox):
     assert remains() == []
 
 
+def test_files_of_a_box_never_stand_for_modules_of_its_driver_and_its_code_can_import_them(sandbox):
+    names = ("subprocess", "contextlib", "signal", "types", "enum", "json", "re", "traceback")
+    files = {f"{name}.py": "raise SystemError('it was imported')" for name in names} | {"mine.py": "found = 42"}
+
+    async def work() -> None:
+        async with sandbox.open(files) as box:
+            assert (await box.run("1 / 0")).stderr.endswith("ZeroDivisionError: division by zero\n")
+            assert (await box.run(["sh", "-c", "echo here"])).stdout == "here\n"
+            assert (await box.run("import mine; mine.found")).stdout == "42\n"
+            assert "it was imported" in (await box.run("import traceback")).stderr
+
+    asyncio.run(work())
+
+
+def test_an_exception_is_shown_as_python_shows_it(sandbox):
+    code = (
+        "def deep(n):\n    return deep(n - 1) if n else {}['k']\n"
+        "try:\n    deep(2)\nexcept KeyError as e:\n    raise ValueError('a\\x1b') from e"
+    )
+    frames = '  File "<code>", line 4, in <module>\n' + '  File "<code>", line 2, in deep\n' * 3
+    begin = "Traceback (most recent call last):\n"
+    cause = "\nThe above exception was the direct cause of the following exception:\n\n"
+    shown = f"{begin}{frames}KeyError: 'k'\n{cause}{begin}  File \"<code>\", line 6, in <module>\nValueError: a\x1b\n"
+
+    async def work() -> None:
+        async with sandbox.open() as box:
+            assert (await box.run(code)).stderr == shown
+            assert (await box.run("def (")).stderr == (
+                '  File "<code>", line 1\n    def (\n        ^\nSyntaxError: invalid syntax\n'
+            )
+            grouped = (await box.run("raise ExceptionGroup('two', [ValueError(1), OSError('x')])")).stderr
+            assert "ExceptionGroup: two (2 sub-exceptions)" in grouped
+
+    asyncio.run(work())
+
+
 def test_memory_that_a_child_used_up_is_told_and_the_session_goes_on_or_is_said_to_be_lost(sandbox):
     async def run() -> None:
         async with sandbox.open({}, Limits(memory_bytes=96 * 2**20)) as box:
