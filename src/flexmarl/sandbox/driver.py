@@ -9,7 +9,7 @@ Modules that are written in Python would take half of the time in which a box st
 and `signal` are used alone, and others are imported when they are needed.
 """
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports] - CPython's own, in C
 import binascii
 import os
 import resource
@@ -22,11 +22,11 @@ ROOT = "/box"
 MOST_FRAME = 32 * 2**20
 """Longest frame in bytes, in either direction."""
 
-
 _OWN = sys.path
 _HOOKS = dict.fromkeys(("object_hook", "object_pairs_hook", "parse_constant"))
-decoded = make_scanner(type("Plain", (), {**_HOOKS, "strict": True, "parse_float": float, "parse_int": int}))
-encoded = make_encoder(None, None, encode_basestring_ascii, None, ": ", ", ", False, False, False)
+_PLAIN = type("Plain", (), {**_HOOKS, "strict": True, "parse_float": float, "parse_int": int})
+decoded = make_scanner(_PLAIN)  # pyright: ignore[reportArgumentType] - anything with these names
+encoded = make_encoder(None, repr, encode_basestring_ascii, None, ": ", ", ", False, False, False)
 
 
 class Interrupted(BaseException):
