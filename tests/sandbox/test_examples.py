@@ -1,10 +1,17 @@
 """Examples whose agents' code runs in boxes: their configs are right, and they train."""
 
 import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.commands import run_commands
 
@@ -58,3 +65,41 @@ def test_the_code_team_trains(workflow, tmp_path, sandbox):
     (folder,) = (tmp_path / "out").iterdir()
     steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     assert any("team/success" in step for step in steps)
+
+
+def test_a_run_that_is_killed_while_tools_run_in_boxes_ends_with_the_bits_of_an_undisturbed_one(tmp_path, sandbox):
+    """A query's answer is a function of the query, so the episodes that are played again are the same."""
+    small = ("steps=3", "batch.groups=4", "batch.episodes=4", "evaluate.tasks=0", "checkpoint.every=1")
+    train = ("train", str(EXAMPLES / "sql_team" / "cpu.yaml"), *small, "deterministic=true")
+    (straight,) = run_commands((*train, f"out={tmp_path}/straight"), cwd=tmp_path)
+    assert straight.returncode == 0, straight.stderr
+    out = tmp_path / "killed"
+    killed = subprocess.Popen([sys.executable, "-m", "flexmarl", *train, f"out={out}"], stdout=subprocess.DEVNULL)
+    while not (boxes := boxes_after_the_first_step(out, killed.pid)):
+        assert killed.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    (folder,) = out.iterdir()
+    assert not (folder / "checkpoints" / "step-00003").exists(), f"killed too late: {boxes}"
+    (resumed,) = run_commands(("train", str(folder / "config.yaml"), "--resume", str(folder)), cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    (undisturbed,) = (tmp_path / "straight").iterdir()
+    for policy in ("writer", "checker"):
+        expected, found = (
+            load_file(run / "checkpoints" / "step-00003" / policy / "weights.safetensors")
+            for run in (undisturbed, folder)
+        )
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def boxes_after_the_first_step(out: Path, pid: int) -> list[psutil.Process]:
+    """The boxes of a run that are open now; none before its first checkpoint is there."""
+    if not list(out.glob("*/checkpoints/step-00001/*/weights.safetensors")):
+        return []
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # It has ended since.
+            found += [one] if one.name() == "bwrap" else []
+    return found
