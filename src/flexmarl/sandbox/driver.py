@@ -88,10 +88,11 @@ def run_code(code: str, session: dict, timeout_s: float) -> dict:
 def run_command(argv: list, stdin: str, timeout_s: float) -> dict:
     """Runs a command in a process group of its own, and ends the group with it."""
     sys.path, path = _OWN, sys.path  # Files of the box must not stand for modules.
-    import subprocess
-    from contextlib import suppress
-
-    sys.path = path
+    try:
+        import subprocess
+        from contextlib import suppress
+    finally:
+        sys.path = path
     try:
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True)
     except (OSError, ValueError) as error:

@@ -131,15 +131,8 @@ class Bubblewrap:
         if os.geteuid() == 0:
             command += [_needed("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
         command += [_needed("bwrap"), "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
-        command += [
-            "--unshare-uts",
-            "--unshare-cgroup-try",
-            "--disable-userns",
-            "--hostname",
-            "box",
-            "--cap-drop",
-            "ALL",
-        ]
+        command += ["--unshare-uts", "--unshare-cgroup-try", "--disable-userns", "--hostname", "box"]
+        command += ["--cap-drop", "ALL"]
         command += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--die-with-parent", "--new-session", "--clearenv"]
         for name, value in ENVIRONMENT.items():
             command += ["--setenv", name, value]
