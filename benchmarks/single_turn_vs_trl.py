@@ -10,16 +10,20 @@ and metrics included, in two worlds:
     one process   all samples decode together, then train together
     ray           engine, trainer and controller are processes; half of the samples decode while the other half trains
 
-Steps of all are measured after two of warm-up, in interleaved rounds. `samples_per_s_vs_trl` is the better world's.
+Steps of all are measured after two of warm-up, in interleaved rounds, each contender in a fresh process, as its users
+have it: OpenMP's threads that one leaves in a process slow down the next. `samples_per_s_vs_trl` is the better world's.
 """
 
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import yaml
@@ -36,6 +40,7 @@ from flexmarl.assemble.commands import assemble_run
 from flexmarl.config import load_run
 from flexmarl.events.metrics import read_metrics
 
+P = ParamSpec("P")
 PROMPTS, COPIES, TOKENS, WARM_UP = 16, 8, 40, 2
 CODE = """
 import random
@@ -66,7 +71,9 @@ class World:
 
     backend: str
     threads: int
-    """Of the trainer, and of all that is not decoding; an engine of so small a model is fastest on one."""
+    """Of the trainer, and of all that is not decoding."""
+    decoding: int
+    """Threads of the engine. As a process beside the trainer's, one of so small a model is fastest on one."""
     slots: int
     """Samples that decode together, and that train together as soon as they are there."""
 
@@ -74,12 +81,15 @@ class World:
 def worlds(threads: int) -> dict[str, World]:
     """The contenders that differ in nothing else."""
     samples = PROMPTS * COPIES
-    return {"one process": World("inline", threads, samples), "ray": World("ray", threads, samples // 2)}
+    return {
+        "one process": World("inline", threads, threads, samples),
+        "ray": World("ray", threads, 1, samples // 2),
+    }
 
 
 def flexmarl_steps(folder: Path, steps: int, world: World) -> list[float]:
     """Seconds of each measured step of a run."""
-    engine = {"type": "embedded", "slots": world.slots, "max_len": 64, "threads": 1}
+    engine = {"type": "embedded", "slots": world.slots, "max_len": 64, "threads": world.decoding}
     training = {"optimizer": {"learning_rate": 1e-3}, "micro_batch": world.slots}
     settings = {
         "name": "bench",
@@ -127,8 +137,10 @@ class StepTimer(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def trl_steps(folder: Path, steps: int) -> list[float]:
+def trl_steps(folder: Path, steps: int, threads: int) -> list[float]:
     """Seconds of each measured step of GRPOTrainer."""
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
     rng = random.Random(0)
     prompts = [
         f"<|user|>{rng.randint(10**4, 10**5)}*{rng.randint(10**4, 10**5)}<|assistant|>"
@@ -166,13 +178,17 @@ def trl_steps(folder: Path, steps: int) -> list[float]:
     return timer.seconds[WARM_UP:]
 
 
+def apart(steps: Callable[P, list[float]], *args: P.args, **kwargs: P.kwargs) -> float:
+    """Samples per second of the median step, taken in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return PROMPTS * COPIES / statistics.median(process.submit(steps, *args, **kwargs).result())
+
+
 def main() -> None:
     """Runs both, prints the table."""
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=8, help="measured steps per round and contender (default 8)")
     chosen = options.parse_args()
-    torch.set_num_threads(chosen.threads)
-    logging.set_verbosity_error()
     samples = PROMPTS * COPIES
     contenders = worlds(chosen.threads)
     rates: dict[str, list[float]] = {name: [] for name in (*contenders, "TRL")}
@@ -181,9 +197,8 @@ def main() -> None:
         save_character_model(folder / "model")
         for _ in range(chosen.repeats):
             for world in contenders:
-                seconds = flexmarl_steps(folder, chosen.steps, contenders[world])
-                rates[world].append(samples / statistics.median(seconds))
-            rates["TRL"].append(samples / statistics.median(trl_steps(folder, chosen.steps)))
+                rates[world].append(apart(flexmarl_steps, folder, chosen.steps, contenders[world]))
+            rates["TRL"].append(apart(trl_steps, folder, chosen.steps, chosen.threads))
     one_process, ray = (median_ratio(rates, world, "TRL") for world in contenders)
     report(
         f"GRPO steps of {samples} samples x {TOKENS} tokens, {chosen.repeats} rounds of {chosen.steps} steps",

@@ -183,7 +183,7 @@ class ChatRenderer:
         """Pickles tokenizer and options; another process makes the renderer anew, and shares what is equal."""
         if self._base is self:
             return _received, (self._tokenizer, self._end_ids)
-        return _with_options, (self._base, self.options)
+        return ChatRenderer.with_options, (self._base, self.options)
 
     @property
     def num_tokens(self) -> int:
@@ -307,10 +307,6 @@ class ChatRenderer:
 
 def _received(tokenizer: "PreTrainedTokenizerBase", end_ids: Sequence[int]) -> ChatRenderer:
     return ChatRenderer(tokenizer, end_ids=end_ids)
-
-
-def _with_options(base: ChatRenderer, options: ChatOptions) -> ChatRenderer:
-    return base.with_options(options)
 
 
 def _replaced(message: Message, replace: Callable[[str], str]) -> Message:

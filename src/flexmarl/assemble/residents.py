@@ -13,7 +13,7 @@ import importlib
 import pickle
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from flexmarl.cluster.inproc import inproc_cluster
 from flexmarl.cluster.interface import Cluster, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.spill import Spill
+from flexmarl.cluster.torch_device import set_own_threads, with_threads
 from flexmarl.config import RunSettings
 from flexmarl.errors import ConfigError, EngineError, RankLost, TrainingError, boundary, described
 from flexmarl.events.event import Events
@@ -362,13 +363,15 @@ class RealResidents:
 
 @contextmanager
 def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealResidents]:
-    """Opens residents in this process: for debugging, and for a single device."""
+    """Opens residents in this process: for debugging, and for a single device.
+
+    Only the device's thread computes with several threads. OpenMP keeps a team for each thread that does, and with more
+    threads in all teams than cores, a team sleeps at the end of every operation, and wakes up late for the next.
+    """
     settings, cluster = blueprint.settings, blueprint.settings.cluster
-    if cluster.threads is not None:
-        torch.set_num_threads(cluster.threads)
+    threads = cluster.threads or torch.get_num_threads()
     torch.manual_seed(settings.seed)
-    thread = DeviceThread()
-    try:
+    with closing(DeviceThread(first=lambda: set_own_threads(threads))) as thread, with_threads(1):
         materials = Materials(
             settings=settings,
             objects=InlineObjectStore(thread),
@@ -381,8 +384,6 @@ def open_inline(blueprint: Blueprint, store: ExperienceStore) -> Iterator[RealRe
             team=blueprint.team,
             open_cluster=lambda residents, events: inproc_cluster(events=events),
         )
-    finally:
-        thread.close()
 
 
 @contextmanager

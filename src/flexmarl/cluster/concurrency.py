@@ -24,8 +24,11 @@ class DeviceThread:
     pass, so that neither waits long for the other.
     """
 
-    def __init__(self, name: str = "device") -> None:
+    def __init__(self, name: str = "device", *, first: Callable[[], None] | None = None) -> None:
+        """`first` is called on the thread, before this returns."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        if first is not None:
+            self._executor.submit(first).result()
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls `work` on the thread and returns its result."""

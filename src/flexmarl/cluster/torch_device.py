@@ -33,6 +33,12 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def set_own_threads(number: int) -> None:
+    """Sets torch's number of threads for operations of the calling thread, whatever other threads set later."""
+    torch.set_num_threads(number)
+    torch.get_num_threads()  # In each thread, the first use takes over the number that any thread set last.
+
+
 @contextmanager
 def with_threads(number: int | None) -> Iterator[None]:
     """Sets torch's number of threads inside the block; whoever else computes on this thread keeps its own number."""
@@ -136,6 +142,17 @@ def return_heap() -> None:
         _trim(0)
 
 
+def keep_heap() -> None:
+    """Has the C library (glibc) serve tensors below 32 MiB from its heap, and keep up to 64 MiB that they leave.
+
+    It comes to these bounds by itself when a tensor of 32 MiB is freed. Until then it gives back the heap's end after
+    nearly every operation, and the next one waits for fresh pages: decoding took one and a half times as long.
+    """
+    if _set_heap is not None:
+        _set_heap(_FROM_SYSTEM, 32 << 20)
+        _set_heap(_KEPT, 64 << 20)
+
+
 @contextmanager
 def returning_heap(device: torch.device | str) -> Iterator[None]:
     """On a CPU, returns freed pages after a block if this process is 512 MiB or more above where it last was low.
@@ -173,7 +190,9 @@ class _Resident:
 _resident = _Resident()
 _WORTH_RETURNING = 512 << 20
 """Bytes. A small model needs what it frees again in the next step; asking the system for it took a fifth of a step."""
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_trim, _set_heap = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallopt"))
+_FROM_SYSTEM, _KEPT = -3, -1
+"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3)."""
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -143,11 +143,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return kind.parse
     if kind is float or (isinstance(kind, type) and issubclass(kind, Enum)):
         return kind
-    return _as_it_is
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    return lambda value: value
 
 
 N = TypeVar("N", bound=Notice)

@@ -100,13 +100,9 @@ def plan(tensors: Mapping[str, TensorFacts]) -> Layout:
             facts = tensors[name]
             item_bytes = facts.item_bytes
             slots.append(Slot(name, facts.shape, (end - offset) // item_bytes))
-            end = _aligned(end + facts.num_items * item_bytes)
+            end = -(-(end + facts.num_items * item_bytes) // ALIGNMENT) * ALIGNMENT
         buffers.append(Buffer(dtype, offset, (end - offset) // item_bytes, tuple(slots)))
     return Layout(end, tuple(buffers))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _buffer(index: Mapping[str, Any]) -> Buffer:

@@ -36,15 +36,12 @@ class BoundSql:
         answer = json.loads(outcome.stdout)
         if "error" in answer:
             return Observation(answer["error"], ok=False)
-        lines = [" | ".join(answer["columns"]), *(" | ".join(map(_cell, row)) for row in answer["rows"])]
+        rows = [["NULL" if cell is None else str(cell) for cell in row] for row in answer["rows"]]
+        lines = [" | ".join(row) for row in (answer["columns"], *rows)]
         if answer["more"]:
             lines.append("... (more rows are left out)")
         text = "\n".join(lines) if answer["columns"] else "done"
         return Observation(text, data={"columns": answer["columns"], "rows": answer["rows"]})
-
-
-def _cell(value: Any) -> str:
-    return "NULL" if value is None else str(value)
 
 
 class SqlTool(Settings):

@@ -1,6 +1,8 @@
 """Freed memory goes back to the system."""
 
 import ctypes
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -54,3 +56,32 @@ def test_what_a_small_model_frees_stays_for_its_next_step_but_growth_adds_up(mon
         with returning_heap("cpu"):
             kept.append(torch.ones(_WORTH_RETURNING // 12))  # A third of what is worth it, every time.
     assert len(returned) == 1, "after the third or fourth block"
+
+
+PAGES = """
+import resource
+import torch
+from flexmarl.cluster.torch_device import keep_heap
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        read = [torch.ones(600_000) for _ in range(4)]
+        del read
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults())
+keep_heap()
+faults()
+print(faults())
+"""
+
+
+@needs_glibc
+def test_a_heap_that_is_kept_serves_what_a_decode_step_reads_without_fresh_pages() -> None:
+    """As an engine that is alone in its process: no trainer has freed 32 MiB there."""
+    done = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, timeout=120, check=True)
+    given_back, kept = map(int, done.stdout.split())
+    pages = 100 * 4 * 600_000 * 4 // 4096
+    assert given_back > pages // 4, "the heap's end goes back after each round: the test would say nothing"
+    assert kept < pages // 100

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from flexmarl.cluster.torch_device import with_threads
 from flexmarl.errors import ConfigError, TrainingError, boundary
 from flexmarl.training.backends.ranks import ALONE, Ranks, as_whole, part
 from flexmarl.training.settings import Dtype, UpdateSettings
@@ -46,7 +47,8 @@ def check_model_files(source: str | Path) -> PreTrainedModel:
 
     Raises ConfigError as `load_model` does, but does not look for numbers that are not finite.
     """
-    return _loaded(source, device_map="meta")
+    with with_threads(1):  # With several, the calling thread would keep a team of them, however little is computed.
+        return _loaded(source, device_map="meta")
 
 
 def architecture_of(source: str | Path) -> str:
@@ -112,7 +114,8 @@ class OneDnnLinear(nn.Linear):
         """Product with the weight, plus bias."""
         if not _is_for_onednn(input, self.weight):
             return super().forward(input)
-        return _Product.apply(input, self.weight, self.bias)  # pyright: ignore[reportReturnType]
+        product = _Product.apply if torch.is_grad_enabled() else _product
+        return product(input, self.weight, self.bias)  # pyright: ignore[reportReturnType]
 
 
 class _Product(torch.autograd.Function):

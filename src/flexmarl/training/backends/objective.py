@@ -212,7 +212,7 @@ class _Tokens:
             current=self.logprobs.detach(),
             recorded=self.joined([s.turn.raw_logprobs for s in self.samples]),
             drawn_from=self.joined([s.turn.logprobs for s in self.samples]),
-            fresh=self.per_token([_all_at(version, sample) for sample in self.samples], torch.bool),
+            fresh=self.per_token([{r.version for r in s.turn.versions} <= {version} for s in self.samples], torch.bool),
             rows=self.rows,
         )
 
@@ -230,7 +230,3 @@ def _require_one_advantage(samples: Sequence[Sample], loss: str) -> None:
                 f"sample {sample.turn.sample_id} has advantages from {advantages.min():g} to {advantages.max():g}, "
                 f"but training.loss '{loss}' gives a row one; use type: gspo, or an estimator with one per row"
             )
-
-
-def _all_at(version: Version, sample: Sample) -> bool:
-    return all(run.version == version for run in sample.turn.versions)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from flexmarl.cluster.torch_device import free_bytes, free_unused, place
+from flexmarl.cluster.torch_device import free_bytes, free_unused, keep_heap, place
 from flexmarl.errors import ConfigError, EngineError
 from flexmarl.inference.backends.embedded.kv_cache import (
     ATTENTION,
@@ -200,6 +200,7 @@ class EngineCore:
         self._verify: Verify = verify
         self._deterministic = deterministic
         self._device = device
+        keep_heap()
         place(model, device, getattr(torch, settings.dtype))
         self._model = model.eval()
         self._adapted = AdaptedWeights(model)

@@ -42,11 +42,8 @@ def vllm_config(settings: VllmSettings, parts: EngineParts) -> VllmConfig:
     try:
         return AsyncEngineArgs(**_arguments(settings, parts, on_cpu=on_cpu)).create_engine_config()
     except Exception as error:  # pydantic's, or a ValueError of any of vLLM's own checks.
-        raise ConfigError(f"{at}: vLLM refuses it{_options_of(settings)}: {described(error)}") from error
-
-
-def _options_of(settings: VllmSettings) -> str:
-    return f", with options {settings.options}" if settings.options else ""
+        options = f", with options {settings.options}" if settings.options else ""
+        raise ConfigError(f"{at}: vLLM refuses it{options}: {described(error)}") from error
 
 
 def _arguments(settings: VllmSettings, parts: EngineParts, *, on_cpu: bool) -> dict[str, Any]:

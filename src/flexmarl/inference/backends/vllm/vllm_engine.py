@@ -361,7 +361,8 @@ class VllmEngine:
         ids: list[int] = []
         logprobs: list[float] = []
         finish, reused = FinishReason.ABORT, 0
-        params = sampling_params(request, most=self._most_tokens(request))
+        most = min(request.sampling.max_tokens, self._settings.max_len - len(request.prompt_ids))
+        params = sampling_params(request, most=most)
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=served.salt)
         begun = request.prompt_ids[len(request.prompt_ids) - request.offset :]
         one.under = served
@@ -514,9 +515,6 @@ class VllmEngine:
         """The version that a request without tokens gets."""
         policy = request.policy if request.policy in self._versions.policies else self._policy
         return self._versions.newest(policy).version
-
-    def _most_tokens(self, request: GenerationRequest) -> int:
-        return min(request.sampling.max_tokens, self._settings.max_len - len(request.prompt_ids))
 
     def _problem(self, request: GenerationRequest) -> str:
         if request.policy not in self._versions.policies:
