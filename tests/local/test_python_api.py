@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 import flexmarl
 from flexmarl import cli
 from flexmarl.analysis.conversations import open_conversations
+from flexmarl.cluster.torch_device import with_threads
 from flexmarl.errors import CheckpointError, ConfigError, FlexmarlError
 from flexmarl.events.event import Event
 from flexmarl.events.journal import read_journal
 from flexmarl.events.run_events import CheckpointSaved, RunFailed, StepEnded, StepStarted, StopRequested
 from flexmarl.events.run_folder import RunFolder
 from flexmarl.records import make_trajectory_id
+from flexmarl.training.backends.gradients import Backward
 
 SHORT = {"evaluate.tasks": 2}
 DETERMINISTIC = {"deterministic": True, "cluster": {"backend": "inline", "threads": 1}, "evaluate.tasks": 0}
@@ -159,6 +161,20 @@ def test_callbacks_that_cannot_be_called_are_refused_before_the_run(small_run, o
     with pytest.raises(ConfigError, match=r"^on[:\[]"):
         flexmarl.train(settings(small_run), on=on)
     assert not Path("runs").exists()
+
+
+def test_only_the_thread_of_the_device_computes_with_several_threads(small_run, monkeypatch):
+    numbers, trained, add = set(), set(), Backward.add
+
+    def counted(*arguments):
+        trained.add(torch.get_num_threads())
+        return add(*arguments)
+
+    monkeypatch.setattr(Backward, "add", counted)
+    given = settings(small_run, steps=1, cluster={"backend": "inline", "threads": 2})
+    with with_threads(3):
+        flexmarl.train(given, on={Event: lambda _: numbers.add(torch.get_num_threads())}, show=False)
+        assert (numbers, trained, torch.get_num_threads()) == ({1}, {2}, 3)
 
 
 def test_where_an_event_loop_runs_the_async_functions_do(small_run, tmp_path):
