@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 from flexmarl.cluster.backends.ray import RayCluster, ray_cluster
 from flexmarl.cluster.backends.ray_nodes import RayFiles, RayPeers
+from flexmarl.cluster.backends.ray_session import JoinedRay
 from flexmarl.cluster.interface import Resident, ResidentKind, ResidentSpec
 from flexmarl.cluster.leases import RunLeases
 from flexmarl.cluster.settings import ClusterSettings, NodePool
@@ -306,13 +308,27 @@ def test_a_silent_node_is_lost_and_its_processes_end(shared_nodes: Nodes, short_
     play(shared_nodes.settings(node_timeout_s=2.0), short_root, act)
 
 
-def test_without_the_agent_of_the_controllers_node_everything_is_lost(shared_nodes: Nodes, short_root: Path) -> None:
+def test_without_the_agent_of_the_controllers_node_everything_is_lost(
+    shared_nodes: Nodes, short_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, lost, looked = threading.Event(), threading.Event(), threading.Event()
+
+    def finds_ray_well(_: JoinedRay) -> None:
+        looks.set()
+        lost.wait(60)
+        looked.set()
+
+    monkeypatch.setattr(JoinedRay, "failure", finds_ray_well)
+
     async def act(cluster: RayCluster) -> None:
         residents = await cluster.spawn(engines(0, 1))
         waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
+        assert await asyncio.to_thread(looks.wait, 60), "the node is lost while the cluster looks for Ray"
         os.kill(await RayPeers().agent(cluster.nodes[0].id).pid(), signal.SIGKILL)
         for wait in waits:
             assert "node 'head' is lost" in str(await raised(wait, WorkerError))
+        lost.set()
+        assert await asyncio.to_thread(looked.wait, 60)
         assert "node 'head' of the controller" in str(await raised(cluster.spawn(engines(3)), WorkerError))
 
     play(shared_nodes.settings(), short_root, act)

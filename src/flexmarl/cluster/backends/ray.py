@@ -393,7 +393,8 @@ class RayCluster:
         """Waits until Ray itself is gone, and then ends all residents as lost."""
         while self._failure is None:
             await asyncio.sleep(WATCH_S)
-            self._failure = self._failure or await asyncio.to_thread(self._ray.failure)
+            failure = await asyncio.to_thread(self._ray.failure)
+            self._failure = self._failure or failure  # Read after the wait, in which a node may have been lost.
         for resident in list(self._residents):
             resident.end(f"is lost: {self._failure}", lost=self._failure)
 
