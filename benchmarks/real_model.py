@@ -8,7 +8,8 @@ Everything is per second of CPU time, of one process with one thread and with tw
 matters little. The contenders have the same model in float32, the same prompts ("What is 7 plus 5?" in its chat
 template) and at most 16 tokens for a reply, sampled at temperature 1; a reply ends where the model ends it.
 
-    generate   64 replies; static `generate` gets them as one batch; useful tokens: up to the end of each reply
+    generate   64 replies to 8 prompts, 8 each, as a group has them; static `generate` gets them as one batch; useful
+               tokens: up to the end of each reply
     grpo       steps of 64 samples (8 prompts, 8 each), one update of AdamW, no KL; all weights, or an adapter of rank
                16 on every linear layer. Ours runs as `flexmarl train` does, store, journal and metrics included.
 
@@ -88,7 +89,7 @@ class Replies:
         self._thread = DeviceThread("bench")
         self._engine = EmbeddedEngine(
             lambda: load_model(model),
-            EmbeddedSettings(slots=PROMPTS * COPIES, max_len=128, prefix_reuse=False),
+            EmbeddedSettings(slots=PROMPTS * COPIES, max_len=128),
             policy=POLICY,
             store=InlineObjectStore(),
             thread=self._thread,
