@@ -4,7 +4,8 @@
 
 A run is `flexmarl train` of an example's `cpu.yaml` in one process (`cluster.backend=inline`) with one setting changed:
 the default in place of what the example chose, or an alternative in place of the default. `control` is the math team
-that is paid what another attempt or verdict earned, on 1 024 held-out tasks: it should stay where it began.
+that is paid what another attempt or verdict earned, on 1 024 held-out tasks: it should stay where it began. `real_team`
+needs `make model`.
 
 All runs take hours. Each is kept as a line of `--kept` when it ends, so that runs can be added a few at a time, and
 those that are there are not run again; `--no-runs` prints the table of what is there.
@@ -39,6 +40,7 @@ POLICIES = {
     "relay": ("speaker", "listener"),
     "math_team": ("solver", "verifier"),
     "plan_path": ("planner", "executor"),
+    "real_team": ("solver", "checker"),
     "control": ("solver", "verifier"),
 }
 CONTROL = ("team.workflow.name=math_team_shuffled_rewards", "evaluate.tasks=1024")
@@ -65,6 +67,7 @@ AS_SHIPPED = {
     "relay": {"no filter"},
     "math_team": {"filter", "entropy 0"},
     "plan_path": {"filter", "entropy 0"},
+    "real_team": {"filter", "entropy 0.01"},
     "control": {"filter", "entropy 0"},
 }
 """Changes that change nothing, because the example has it so."""
@@ -84,6 +87,8 @@ class Cell:
         yield from (f"seed={self.seed}", "cluster.backend=inline", "checkpoint.every=0", "evaluate.every=0")
         if self.example == "control":
             yield from CONTROL
+        if self.example == "real_team":
+            yield "cluster.threads=1"  # Jobs with two threads each wait for one another's.
         if self.change in TRAINING:
             yield from (f"policies.{name}.training.{TRAINING[self.change]}" for name in POLICIES[self.example])
         elif self.change in CREDIT:
