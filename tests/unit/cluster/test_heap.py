@@ -65,10 +65,12 @@ import torch
 from flexmarl.cluster.torch_device import keep_heap
 
 class Facts(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b c d e".split()]
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd a b c d keepcost".split()]
 
-facts = ctypes.CDLL(None).mallinfo2
-facts.restype = Facts
+libc = ctypes.CDLL(None)
+facts, malloc = libc.mallinfo2, libc.malloc
+facts.restype, libc.free.argtypes = Facts, [ctypes.c_void_p]
+malloc.restype = libc.sbrk.restype = ctypes.c_void_p
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -77,7 +79,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 for bound in (-1, -3):
-    ctypes.CDLL(None).mallopt(bound, 128 << 10)  # As in a process that has freed nothing large.
+    libc.mallopt(bound, 128 << 10)  # As in a process that has freed nothing large.
 before = facts().hblks
 tensor = torch.ones(5_000_000)
 print(facts().hblks - before)
@@ -87,12 +89,18 @@ print(facts().hblks - before)
 del another
 faults()
 print(faults())
+end = libc.sbrk(0)
+while (block := malloc(5 << 20)) < end:
+    pass
+libc.free(block)
+print(facts().keepcost)
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not count its blocks")
 def test_a_heap_that_is_kept_serves_tensors_below_32_mib_without_fresh_pages() -> None:
     done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=120, check=True)
-    mapped, mapped_later, faults = map(int, done.stdout.split())
+    mapped, mapped_later, faults, kept_at_its_end = map(int, done.stdout.split())
     assert (mapped, mapped_later) == (1, 1), "the first is the system's, the second the heap's"
     assert faults < 100, "a round that gives its pages back takes 10 of the largest size, or 5 000"
+    assert kept_at_its_end >= 4 << 20, "else the C library gives the end back as soon as it is larger than 128 KiB"
