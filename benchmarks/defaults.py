@@ -85,7 +85,8 @@ class Cell:
     def overrides(self) -> Iterator[str]:
         """What the command line adds to the config."""
         yield from (f"seed={self.seed}", "cluster.backend=inline", "checkpoint.every=0", "evaluate.every=0")
-        yield "rollout.episode_timeout_s=7200"  # No episode fails because the machine stood still for a while.
+        # Nothing fails because the machine stood still for a while.
+        yield from ("rollout.call_timeout_s=7200", "rollout.episode_timeout_s=7200")
         if self.example == "control":
             yield from CONTROL
         if self.example == "real_team":
