@@ -21,6 +21,7 @@ from itertools import count
 import numpy as np
 import torch
 from common import config_of_135m, interleaved_rates, median_ratio, parser, report, tiny_model
+from device_costs import batch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from flexmarl.assemble.residents import settle_memory
@@ -29,12 +30,13 @@ from flexmarl.inference.interface import EngineParts, WeightedEngine, answers_of
 from flexmarl.inference.settings import EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.objects.interface import weights_key
-from flexmarl.records import GenerationRequest, PolicyName, Sampling, Version
+from flexmarl.records import GenerationRequest, PolicyName, Sampling
+from flexmarl.training.aggregation import divisors_of
 from flexmarl.training.backends.causal_lm import use_onednn
 from flexmarl.training.backends.single import SingleProcessTrainer
 from flexmarl.training.settings import TrainingSettings
 
-POLICY, KEY = PolicyName("solver"), weights_key(PolicyName("solver"), Version(0))
+POLICY = PolicyName("solver")
 VOCABULARY, PROMPT, MAX_TOKENS = 100, 32, 48
 """Tokens of the small model, of each prompt and of each reply."""
 
@@ -87,16 +89,20 @@ class Published:
         self.num_bytes = 0
 
     async def publish(self) -> None:
-        """Publishes the version anew, and notes how long that took and how long the event loop was blocked."""
-        await self._objects.release(KEY)
+        """Publishes a new version, and notes how long that took and how long the event loop was blocked."""
+        work = batch(next(self._numbers), 2, 16)
+        await self._trainer.accumulate_batch(work)
+        await self._trainer.step(divisors_of(work.samples))
+        version, key = self._trainer.version, weights_key(POLICY, self._trainer.version)
         async with longest_wait() as waits:
             began = time.perf_counter()
-            checksum = await self._trainer.publish(Version(0))
-            held = await asyncio.gather(*(engine.load_weights(POLICY, Version(0)) for engine in self._engines))
+            checksum = await self._trainer.publish(version)
+            held = await asyncio.gather(*(engine.load_weights(POLICY, version) for engine in self._engines))
             self.seconds.append(time.perf_counter() - began)
         self.blocked.append(max(waits))
         assert set(held) == {checksum}
-        self.num_bytes = sum(tensor.nbytes for tensor in (await self._objects.get(KEY)).values())
+        self.num_bytes = sum(tensor.nbytes for tensor in (await self._objects.get(key)).values())
+        await self._objects.release(key)
 
     async def play(self) -> float:
         """Has the first instance answer a prompt in each of its slots; returns tokens per second of the processor."""
