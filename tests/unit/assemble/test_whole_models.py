@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from flexmarl.assemble import blueprint
 from flexmarl.assemble.blueprint import draw_up
 from flexmarl.cli.examine import examine
+from flexmarl.cluster.torch_device import with_threads
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 from flexmarl.training.backends.causal_lm import check_model_files, load_model
@@ -153,6 +154,19 @@ def test_what_is_loaded_is_what_the_file_holds(small_run):
     held, loaded = load_file(model / "model.safetensors"), load_model(model).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in held.items())
     assert isinstance(load_model(model), type(AutoModelForCausalLM.from_pretrained(model)))
+
+
+def test_files_are_checked_by_one_thread(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several, the thread of the controller would keep a team for the life of the process."""
+    took, load = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *a, **o: (took.append(torch.get_num_threads()), load(*a, **o))[1],
+    )
+    with with_threads(2):
+        check_model_files(small_run.parent / "model")
+        assert (took, torch.get_num_threads()) == ([1], 2)
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_unless_the_model_is_in_its_cache(
