@@ -60,13 +60,18 @@ def test_without_cuda_a_part_that_is_to_run_on_cuda_says_so(tmp_path: Path) -> N
     assert "cannot run: it needs CUDA, and torch sees no CUDA device" in ended.stdout
 
 
-def test_a_part_that_breaks_leaves_its_traceback_and_stops_no_other(run: ModuleType, tmp_path: Path) -> None:
+def test_a_part_that_breaks_leaves_its_traceback_stops_no_other_and_the_file_is_whole_after_each(
+    run: ModuleType, tmp_path: Path
+) -> None:
+    path, seen = tmp_path / "gpu.json", list[Any]()
+    look: Callable[[str], None] = lambda _: seen.append(json.loads(path.read_text()))  # noqa: E731
     broken, sound = run.Part("no such part", 60.0, ""), run.Part("machine", 60.0, "")
-    whole = run.run_all([broken, sound], "cpu", tmp_path / "gpu.json", short=True, say=lambda _: None)
-    parts = whole["parts"]
+    parts = run.run_all([broken, sound], "cpu", path, short=True, say=look)["parts"]
     assert parts["no such part"]["verdict"] == "failed"
     assert "KeyError: 'no such part'" in parts["no such part"]["traceback"]
     assert parts["machine"]["verdict"] == "passed"
+    assert [list(whole["parts"]) for whole in seen] == [["no such part"], ["no such part", "machine"]]
+    assert [whole["complete"] for whole in seen] == [False, True]
 
 
 def test_a_part_that_takes_too_long_is_ended(run: ModuleType, tmp_path: Path) -> None:
@@ -74,15 +79,6 @@ def test_a_part_that_takes_too_long_is_ended(run: ModuleType, tmp_path: Path) ->
     whole = run.run_all([run.Part("learning", 0.2, "")], "cpu", tmp_path / "gpu.json", short=True, say=lambda _: None)
     assert whole["parts"]["learning"]["verdict"] == "failed"
     assert whole["parts"]["learning"]["why"] == "it took longer than its limit of 0 s"
-
-
-def test_the_file_is_whole_after_every_part(run: ModuleType, tmp_path: Path) -> None:
-    path, seen = tmp_path / "gpu.json", list[Any]()
-    look: Callable[[str], None] = lambda _: seen.append(json.loads(path.read_text()))  # noqa: E731
-    parts = [run.Part("no such part", 60.0, ""), run.Part("nor this", 60.0, "")]
-    run.run_all(parts, "cpu", path, short=True, say=look)
-    assert [list(whole["parts"]) for whole in seen] == [["no such part"], ["no such part", "nor this"]]
-    assert [whole["complete"] for whole in seen] == [False, True]
 
 
 def test_all_parts_have_time_within_eight_minutes_even_if_one_takes_all_of_its_own(run: ModuleType) -> None:

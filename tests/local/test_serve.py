@@ -9,6 +9,8 @@ import pytest
 
 from tests.served_team import RESPONDER, Served, asked, said, served
 
+pytestmark = pytest.mark.xdist_group("serve")  # So that one server is started for them, and not one in each process.
+
 
 @pytest.fixture(scope="module")
 def server(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
