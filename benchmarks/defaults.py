@@ -64,7 +64,7 @@ CREDIT: Mapping[str, Sequence[str]] = {
 """Changes of `credit`."""
 CHANGES = (SHIPPED, *TRAINING, *CREDIT)
 AS_SHIPPED = {
-    "relay": {"no filter"},
+    "relay": {"filter", "entropy 0"},
     "math_team": {"filter", "entropy 0"},
     "plan_path": {"filter", "entropy 0"},
     "real_team": {"filter", "entropy 0.01"},
