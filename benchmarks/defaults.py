@@ -4,8 +4,9 @@
 
 A run is `flexmarl train` of an example's `cpu.yaml` in one process (`cluster.backend=inline`) with one setting changed:
 the default in place of what the example chose, or an alternative in place of the default. `control` is the math team
-that is paid what another attempt or verdict earned, on 1 024 held-out tasks: it should stay where it began. `real_team`
-needs `make model`.
+that is paid what another attempt or verdict earned, on 1 024 held-out tasks: it should stay where it began.
+`relay_entropy` is the relay as it once was, with a bonus for entropy and with groups whose rewards are equal.
+`real_team` needs `make model`.
 
 All runs take hours. Each is kept as a line of `--kept` when it ends, so that runs can be added a few at a time, and
 those that are there are not run again; `--no-runs` prints the table of what is there.
@@ -38,12 +39,24 @@ KEPT = Path(__file__).parent / "defaults_runs.jsonl"
 SEEDS = (1, 2, 3, 4, 5)
 POLICIES = {
     "relay": ("speaker", "listener"),
+    "relay_entropy": ("speaker", "listener"),
     "math_team": ("solver", "verifier"),
     "plan_path": ("planner", "executor"),
     "real_team": ("solver", "checker"),
     "control": ("solver", "verifier"),
 }
-CONTROL = ("team.workflow.name=math_team_shuffled_rewards", "evaluate.tasks=1024")
+VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "control": ("math_team", ["team.workflow.name=math_team_shuffled_rewards", "evaluate.tasks=1024"]),
+    "relay_entropy": (
+        "relay",
+        [
+            "policies.speaker.training.entropy_coef=0.03",
+            "policies.listener.training.entropy_coef=0.03",
+            "credit.filter=null",
+        ],
+    ),
+}
+"""Of an example with another config: whose it is, and what differs."""
 SHIPPED = "shipped"
 TRAINING: Mapping[str, str] = {
     "kl 0.05": "kl={coef: 0.05}",
@@ -65,6 +78,7 @@ CREDIT: Mapping[str, Sequence[str]] = {
 CHANGES = (SHIPPED, *TRAINING, *CREDIT)
 AS_SHIPPED = {
     "relay": {"filter", "entropy 0"},
+    "relay_entropy": {"no filter"},
     "math_team": {"filter", "entropy 0"},
     "plan_path": {"filter", "entropy 0"},
     "real_team": {"filter", "entropy 0.01"},
@@ -87,8 +101,7 @@ class Cell:
         yield from (f"seed={self.seed}", "cluster.backend=inline", "checkpoint.every=0", "evaluate.every=0")
         # Nothing fails because the machine stood still for a while.
         yield from ("rollout.call_timeout_s=7200", "rollout.episode_timeout_s=7200")
-        if self.example == "control":
-            yield from CONTROL
+        yield from VARIANTS.get(self.example, ("", ()))[1]
         if self.example == "real_team":
             yield "cluster.threads=1"  # Jobs with two threads each wait for one another's.
         if self.change in TRAINING:
@@ -99,7 +112,7 @@ class Cell:
     @property
     def config(self) -> Path:
         """Of the example."""
-        return EXAMPLES / ("math_team" if self.example == "control" else self.example) / "cpu.yaml"
+        return EXAMPLES / VARIANTS.get(self.example, (self.example, ()))[0] / "cpu.yaml"
 
 
 @dataclass(frozen=True)
