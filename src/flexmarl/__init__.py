@@ -24,20 +24,8 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
-__all__ = [
-    "Run",
-    "RunSettings",
-    "evaluate",
-    "evaluate_async",
-    "export",
-    "export_async",
-    "load",
-    "open_run",
-    "simulate",
-    "simulate_async",
-    "train",
-    "train_async",
-]
+__all__ = ["Run", "RunSettings", "evaluate", "evaluate_async", "export", "export_async", "load", "open_run"]
+__all__ += ["simulate", "simulate_async", "train", "train_async"]
 
 
 def __getattr__(name: str) -> Any:

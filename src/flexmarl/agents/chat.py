@@ -120,6 +120,8 @@ class ChatRenderer:
             )
         self.extension: Extension = check_extension(self._template, self.encode, special)
         """Says which messages may extend a conversation, and why the others may not."""
+        self.opens_thought = thought_opened(self._template.text([QUESTION]))
+        """True if every prompt ends with the beginning of a thought."""
         eos: Any = tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(
             sorted(self.extension.end_ids.union(self._end_ids, [] if eos is None else [eos]))
@@ -339,15 +341,28 @@ def holds_thought(text: str) -> bool:
     return "</think>" in text
 
 
-def spoken_from(text: str) -> int:
+def thought_opened(end: str) -> bool:
+    """True if a prompt with this end, special tokens included, has begun a thought.
+
+    >>> thought_opened("<|assistant|><think> "), thought_opened("<think><|end|><|assistant|>")
+    (True, False)
+    """
+    _, mark, rest = end.rpartition("<think>")
+    return bool(mark) and not rest.strip()
+
+
+def spoken_from(text: str, *, opened: bool = False) -> int:
     """Place behind the last thought of a response. A thought that has not ended has no place behind it.
 
+    `opened`: the prompt has begun a thought.
+
     >>> text = "<think>hm</think>yes"
-    >>> text[spoken_from(text):], spoken_from("<think>hm")
-    ('yes', 9)
+    >>> text[spoken_from(text):], spoken_from("<think>hm"), spoken_from("hm", opened=True)
+    ('yes', 9, 2)
     """
     _, closed, rest = text.rpartition("</think>")
-    return len(text) if "<think>" in rest else len(text) - len(rest) if closed else 0
+    begun = "<think>" in rest or (opened and not closed)
+    return len(text) if begun else len(text) - len(rest) if closed else 0
 
 
 def results_in(messages: Sequence[Message]) -> int:
@@ -365,6 +380,7 @@ __all__ = [
     "holds_thought",
     "results_in",
     "spoken_from",
+    "thought_opened",
 ]
 
 

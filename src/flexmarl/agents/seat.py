@@ -382,7 +382,7 @@ class Seat:
         """The turn of a call for a summary, and the summary without thoughts. `known`: other calls may depend on it."""
         tags = {**act.tags, "action": ACTION}
         call = await self._writer.call(conversation.prompt, replace(act, tags=tags), self._writer.sampling.max_tokens)
-        summary = call.text[spoken_from(call.text) :].strip()
+        summary = call.text[spoken_from(call.text, opened=self._renderer.opens_thought) :].strip()
         turn = await self._writer.record(call, bool(summary), known=known)
         mix = language_mix(turn.text, self._heard)
         self._note(turn, found(format_error=not summary, language_mix=mix))
@@ -460,7 +460,7 @@ class Seat:
         """The tool calls in a message. Those in its thoughts are not meant."""
         if self._agent.syntax is None:
             return ()
-        begin = spoken_from(text)
+        begin = spoken_from(text, opened=self._renderer.opens_thought)
         calls = self._agent.syntax.parse(text[begin:])
         return tuple(replace(call, start=call.start + begin) if isinstance(call, ToolCall) else call for call in calls)
 

@@ -432,7 +432,8 @@ def _tools(
         if "text" not in earlier.values or not _continues(later, earlier, prompts):
             break
         text = earlier.values["text"] + text
-    calls = syntax.parse(text[spoken_from(text) :])
+    opened = row.agent in reading.renderers and reading.renderers[row.agent].opens_thought
+    calls = syntax.parse(text[spoken_from(text, opened=opened) :])
     if not calls or (following is None and not any(isinstance(call, ToolCall) for call in calls)):
         return
     whole, results = None, tuple[str, ...]()

@@ -23,17 +23,5 @@ from flexmarl.api.functions import (
 from flexmarl.api.handle import Run
 from flexmarl.config import RunSettings
 
-__all__ = [
-    "Run",
-    "RunSettings",
-    "evaluate",
-    "evaluate_async",
-    "export",
-    "export_async",
-    "load",
-    "open_run",
-    "simulate",
-    "simulate_async",
-    "train",
-    "train_async",
-]
+__all__ = ["Run", "RunSettings", "evaluate", "evaluate_async", "export", "export_async", "load", "open_run"]
+__all__ += ["simulate", "simulate_async", "train", "train_async"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from flexmarl.agents import ChatRenderer, TeamSpec
 from flexmarl.agents.characters import character_renderer
@@ -159,20 +159,22 @@ def _state(folder: Path) -> Hashable:
 
 
 def load_end_ids(settings: RunSettings, policy: str) -> tuple[int, ...]:
-    """Loads the ids of the model's generation config that end a response; none if it has no such file."""
+    """Loads the ids that end a response, of the model's generation config, or of its config where it has no such file;
+    none without either."""
     source, key = model_source(settings, policy), f"policies.{policy}.model"
-    try:
-        ids = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:  # The file is not there, neither in the folder nor on the hub.
-        return ()
-    except Exception as error:  # A broken file may raise anything.
-        raise ConfigError(f"{key}: the generation_config.json of '{source}' cannot be read: {error}") from error
-    found = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    if bad := [one for one in found if not isinstance(one, int) or one < 0]:
-        raise ConfigError(
-            f"{key}: eos_token_id in the generation_config.json of '{source}' must be ids, got {bad[0]!r}"
-        )
-    return tuple(found)
+    for name, kind in {"generation_config.json": GenerationConfig, "config.json": AutoConfig}.items():
+        try:
+            loaded = kind.from_pretrained(source)
+            ids: Any = getattr(loaded, "text_config", loaded).eos_token_id
+        except OSError:  # The file is not there, neither in the folder nor on the hub.
+            continue
+        except Exception as error:  # A broken file may raise anything.
+            raise ConfigError(f"{key}: the {name} of '{source}' cannot be read: {error}") from error
+        found = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if bad := [one for one in found if not isinstance(one, int) or one < 0]:
+            raise ConfigError(f"{key}: eos_token_id in the {name} of '{source}' must be ids, got {bad[0]!r}")
+        return tuple(found)
+    return ()
 
 
 def has_folder(settings: RunSettings, policy: str) -> bool:

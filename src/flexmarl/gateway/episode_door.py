@@ -22,7 +22,7 @@ import numpy as np
 
 from flexmarl.agents.black_box import ProgramTask
 from flexmarl.agents.caller import Act, AgentCall, AgentSpec, Caller
-from flexmarl.agents.chat import Prompt, SaidCall, holds_thought
+from flexmarl.agents.chat import Prompt, SaidCall, holds_thought, thought_opened
 from flexmarl.agents.context import EpisodeContext
 from flexmarl.agents.doors import DoorCall, OutsideAgent, RewardAddress, SeatAddress
 from flexmarl.agents.episode_log import Ledger
@@ -43,7 +43,6 @@ from flexmarl.gateway.reply_parts import (
     forced_words,
     plain_reply,
     read_reply,
-    thought_opened,
 )
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn

@@ -64,16 +64,6 @@ def read_reply(
     return ReplyParts(text=prose, thought=thought, calls=tuple(calls), stopped_by=stopped_by)
 
 
-def thought_opened(end: str) -> bool:
-    """True if a prompt with this end, special tokens included, has begun a thought.
-
-    >>> thought_opened("<|assistant|><think> "), thought_opened("<think><|end|><|assistant|>")
-    (True, False)
-    """
-    _, mark, rest = end.rpartition(_OPENING)
-    return bool(mark) and not rest.strip()
-
-
 def _begins(whole: str, before: str, *, opened: bool) -> tuple[bool, bool]:
     """Whether a reply begins with a thought: (surely, if it ends one). `before`: the client's own words before it."""
     _, mark, inside = before.rpartition(_OPENING)

@@ -40,8 +40,9 @@ def check_schema(tool: Tool) -> None:
 def fitted(given: Mapping[str, Any] | str, schema: Mapping[str, Any]) -> dict[str, Any] | BadArguments:
     """The arguments by name, or the reason why they do not fit the schema.
 
-    A text stands for the only argument, or the only one that is required, or for a JSON object of several. Some
-    syntaxes have nothing but text. So a text in place of a number, bool, list or object is read as JSON.
+    A text stands for the only argument, or the only one that is required, unless it is a JSON object that names
+    arguments of the schema, that one among them; without such a one it must be an object. Some syntaxes have nothing
+    but text. So a text in place of a number, bool, list or object is read as JSON.
 
     >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     >>> fitted("3", schema), fitted({"n": "4"}, schema)
@@ -50,7 +51,7 @@ def fitted(given: Mapping[str, Any] | str, schema: Mapping[str, Any]) -> dict[st
     BadArguments(reason="n: 'four' is not of type 'integer'; the arguments are: n: integer")
     """
     properties: Mapping[str, Any] = schema.get("properties", {})
-    named = _named(given, only_argument_of(schema))
+    named = _named(given, only_argument_of(schema), properties)
     if named is None:
         return _bad("several arguments must be a JSON object", schema)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -75,16 +76,16 @@ def only_argument_of(schema: Mapping[str, Any]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _named(given: Mapping[str, Any] | str, only: str | None) -> Any:
+def _named(given: Mapping[str, Any] | str, only: str | None, properties: Mapping[str, Any]) -> Any:
     if not isinstance(given, str):
         return given
-    if only is not None:
-        return {only: given}
     try:
-        several = parse_json(given) if given.strip() else {}
+        read = parse_json(given) if given.strip() else {}
     except ValueError:
-        return None
-    return several if isinstance(several, dict) else None
+        read = None
+    if only is None:
+        return read if isinstance(read, dict) else None
+    return read if isinstance(read, dict) and only in read and read.keys() <= properties.keys() else {only: given}
 
 
 def _read(value: Any, schema: Any, definitions: Mapping[str, Any]) -> Any:

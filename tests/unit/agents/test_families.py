@@ -273,6 +273,22 @@ def test_a_call_inside_a_thought_is_not_meant() -> None:
     assert [use.argument for use in reply.calls] == ["2**5"]
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_where_the_template_begins_a_thought_a_call_before_its_end_is_not_meant(opened: bool) -> None:
+    """As that of Qwen3's models that always think. A syntax that stops the engine in a thought goes on with it."""
+    template = samples.CHATML.replace("assistant\n{%", "assistant\n<think>\n{%" if opened else "assistant\n{%")
+    tokenizer = samples.byte_pairs(template)
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.opens_thought == opened
+    for syntax, call in (({"type": "tag"}, written("qwen3", CALLS[0])), ({"type": "function"}, "calc(6*7)")):
+        left = [f"I may ask {call}", " or know it.</think>It is 42."]
+        team = spec({"solver": {**AGENT, "syntax": syntax}}, renderer=renderer).seat(
+            context(lambda prompt, request, left=left: left.pop(0), tokenizer=tokenizer)
+        )
+        reply = run_virtual(team.solver.act("What is 6*7?"))
+        assert [use.result for use in reply.calls] == ([] if opened else ["42"])
+
+
 @pytest.mark.parametrize("family", NATIVE)
 def test_a_conversation_with_calls_goes_on_where_its_prompt_is_rendered_anew(family: str) -> None:
     """The user's second question makes some templates rewrite what stands before it."""

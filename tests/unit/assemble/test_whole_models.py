@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from flexmarl.assemble import blueprint
-from flexmarl.assemble.blueprint import draw_up
+from flexmarl.assemble.blueprint import draw_up, load_tokenizer
 from flexmarl.cli.examine import examine
 from flexmarl.cluster.torch_device import with_threads
 from flexmarl.config import load_run
@@ -154,6 +154,36 @@ def test_what_is_loaded_is_what_the_file_holds(small_run):
     held, loaded = load_file(model / "model.safetensors"), load_model(model).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in held.items())
     assert isinstance(load_model(model), type(AutoModelForCausalLM.from_pretrained(model)))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [([3, 5], 7, (3, 5)), (4, [3, 5], (4,)), (None, [3, 5], (3, 5)), (None, 6, (6,)), (None, None, ())],
+)
+def test_ids_that_end_a_response_are_those_of_the_generation_config_or_else_of_the_config(
+    small_run: Path, tmp_path: Path, generation: object, config: object, ids: tuple[int, ...]
+) -> None:
+    override = copied(small_run, tmp_path)
+    rewritten_config(tmp_path / "model", eos_token_id=config)
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": generation})) if generation else file.unlink(missing_ok=True)
+    settings = load_run(small_run, [override])
+    assert blueprint.load_end_ids(settings, "one") == ids
+    renderer = blueprint.load_renderer(settings, "one")
+    assert {*renderer.stop_ids} == {*ids, load_tokenizer(settings, "one").eos_token_id}
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_ids_that_are_none_are_refused_with_the_file(small_run: Path, tmp_path: Path, name: str) -> None:
+    override = copied(small_run, tmp_path)
+    if name == "config.json":
+        (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    held = json.loads((tmp_path / "model" / "config.json").read_text()) if name == "config.json" else {}
+    (tmp_path / "model" / name).write_text(json.dumps(held | {"eos_token_id": [-1]}))
+    with pytest.raises(
+        ConfigError, match=rf"^policies\.one\.model: eos_token_id in the {name} of '.*' must be ids, got -1"
+    ):
+        blueprint.load_end_ids(load_run(small_run, [override]), "one")
 
 
 def test_files_are_checked_by_one_thread(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

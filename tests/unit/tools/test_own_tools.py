@@ -122,6 +122,27 @@ def test_a_text_that_the_schema_takes_stays_a_text() -> None:
     assert fitted({"code": "3", "n": "3"}, schema) == {"code": "3", "n": 3}
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"code": "6*7"}', {"code": "6*7"}),
+        ('{"code": "6*7", "n": "3"}', {"code": "6*7", "n": 3}),
+        ('{"n": 3}', {"code": '{"n": 3}'}),
+        ('{"code": 1, "other": 2}', {"code": '{"code": 1, "other": 2}'}),
+        ("{6*7}", {"code": "{6*7}"}),
+        ('["code"]', {"code": '["code"]'}),
+        ("", {"code": ""}),
+    ],
+)
+def test_a_text_that_names_the_arguments_is_read_and_any_other_is_the_only_argument(text, arguments) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"code": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["code"],
+    }
+    assert fitted(text, schema) == arguments
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

@@ -144,11 +144,49 @@ def test_a_malformed_call_says_what_is_wrong_with_it(body: str) -> None:
         '<|python_tag|>{"name": "f", "parameters": {}}',
         'Sure. {"type": "function", "name": "f", "parameters": {}}',
         '{"name": "f", "arguments": {}}',
+        '{"parameters": {}, "name": "f"}',
+        '{"type": "function", "function": {"name": "f", "parameters": {}}}',
     ],
 )
 def test_a_llama_call_takes_the_forms_that_models_write(text: str) -> None:
     assert LlamaSyntax().parse(text) == (ToolCall("f", {}),)
     assert LlamaSyntax().parse(f"{text}; {text}") == (ToolCall("f", {}), ToolCall("f", {}))
+
+
+F, BEHIND = ToolCall("f", {}), Malformed("</tool_call> without <tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "found"),
+    [
+        (TagSyntax(), '{"name": "f", "arguments": {}}\n</tool_call>', (BEHIND,)),
+        (
+            TagSyntax(),
+            '</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call></tool_call>',
+            (BEHIND, F, BEHIND),
+        ),
+        (TagSyntax(), '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', (F,)),
+        (XmlSyntax(), "f\n</tool_call>", (BEHIND,)),
+        (XmlSyntax(), "<function=f>\n</function>\n</tool_call>", (Malformed("<function= without <tool_call>"),)),
+        (XmlSyntax(), "<tool_call><function=f></function>\n<function=f></function></tool_call>", (F, F)),
+        (XmlSyntax(), "<tool_call><function=f>1<function=f></function></tool_call>", (Malformed(""),)),
+        (XmlSyntax(), "<tool_call><function=f></function><function=f>", (F, Incomplete(""))),
+        (XmlSyntax(), "<tool_call><function=f>12 rotten eggs<function=f></function>", (Incomplete(""),)),
+        (LlamaSyntax(), '{"name": f}; {"name": "f", "parameters": {}}', (Malformed(""), F)),
+        (LlamaSyntax(), '{"name": {"name": f}}; {"name": f', (Malformed(""), Incomplete(""))),
+        (LlamaSyntax(), '{"parameters": {}}', ()),
+    ],
+)
+def test_no_call_is_dropped_in_silence(syntax: Syntax, text: str, found: tuple[Found, ...]) -> None:
+    """What began or ended as a call is found, readable or not; and calls beside it are. A reason may be any."""
+    seen = syntax.parse(text)
+    assert [type(one) for one in seen] == [type(one) for one in found]
+    for one, expected in zip(seen, found, strict=True):
+        if isinstance(expected, ToolCall):
+            assert isinstance(one, ToolCall)
+            assert one.name == expected.name
+        else:
+            assert one == expected or not expected.reason
 
 
 def test_python_behind_the_python_tag_is_a_call_that_cannot_be_read() -> None:

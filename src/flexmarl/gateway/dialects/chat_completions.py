@@ -59,12 +59,26 @@ class ChatBody(SampledBody):
     modalities: list[str] | None = None
 
 
-class ChatCompletions:
+class OpenAiDialect:
+    """OpenAI's errors, and what is sent while a client waits."""
+
+    heartbeat = ": waiting\n\n"
+
+    def error(self, refused: Refused) -> dict[str, Any]:
+        """The body of an error."""
+        kind = "invalid_request_error" if refused.status < 500 else "server_error"
+        return {"error": {"message": refused.text, "type": kind, "param": None, "code": refused.code}}
+
+    def error_frame(self, refused: Refused) -> str:
+        """An event that the SDK raises."""
+        return Frame(self.error(refused)).text
+
+
+class ChatCompletions(OpenAiDialect):
     """The dialect of chat completions."""
 
     name = "chat"
     body = ChatBody
-    heartbeat = ": waiting\n\n"
 
     def ask(self, body: Any) -> Ask:
         """Reads a body."""
@@ -141,20 +155,6 @@ class ChatCompletions:
         if ask.usage:
             yield Frame({**head, "choices": [], "usage": usage_of(answer)})
         yield Frame("[DONE]")
-
-    def error(self, refused: Refused) -> dict[str, Any]:
-        """OpenAI's error."""
-        return openai_error(refused)
-
-    def error_frame(self, refused: Refused) -> str:
-        """An event that the SDK raises."""
-        return Frame(openai_error(refused)).text
-
-
-def openai_error(refused: Refused) -> dict[str, Any]:
-    """The body of OpenAI's errors."""
-    kind = "invalid_request_error" if refused.status < 500 else "server_error"
-    return {"error": {"message": refused.text, "type": kind, "param": None, "code": refused.code}}
 
 
 def chosen(choice: Any, names: list[str]) -> tuple[bool, str | None]:

@@ -21,7 +21,7 @@ from flexmarl.gateway.dialects.base import (
     offered,
     text_of_parts,
 )
-from flexmarl.gateway.dialects.chat_completions import chosen, function_of, openai_error
+from flexmarl.gateway.dialects.chat_completions import OpenAiDialect, chosen, function_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -45,12 +45,11 @@ class ResponsesBody(Body):
     top_p: float | None = None
 
 
-class Responses:
+class Responses(OpenAiDialect):
     """The dialect of OpenAI's responses."""
 
     name = "responses"
     body = ResponsesBody
-    heartbeat = ": waiting\n\n"
 
     def ask(self, body: Any) -> Ask:
         """Reads a body."""
@@ -117,10 +116,6 @@ class Responses:
             yield made("response.output_item.done", output_index=place, item=item)
         whole = self._response(ask, answer, choice, items)
         yield made(f"response.{whole['status']}", response=whole)
-
-    def error(self, refused: Refused) -> dict[str, Any]:
-        """OpenAI's error."""
-        return openai_error(refused)
 
     def error_frame(self, refused: Refused) -> str:
         """The event `error`."""

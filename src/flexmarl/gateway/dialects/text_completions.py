@@ -23,7 +23,7 @@ from flexmarl.gateway.dialects.base import (
     checked,
     ignored_fields,
 )
-from flexmarl.gateway.dialects.chat_completions import openai_error, usage_of
+from flexmarl.gateway.dialects.chat_completions import OpenAiDialect, usage_of
 
 
 class CompletionBody(SampledBody):
@@ -43,12 +43,11 @@ class CompletionBody(SampledBody):
     return_token_ids: bool | None = None
 
 
-class TextCompletions:
+class TextCompletions(OpenAiDialect):
     """The dialect of completions."""
 
     name = "completions"
     body = CompletionBody
-    heartbeat = ": waiting\n\n"
 
     def ask(self, body: Any) -> Ask:
         """Reads a body."""
@@ -112,14 +111,6 @@ class TextCompletions:
         if ask.usage:
             yield Frame({**head, "choices": [], "usage": usage_of(answer)})
         yield Frame("[DONE]")
-
-    def error(self, refused: Refused) -> dict[str, Any]:
-        """OpenAI's error."""
-        return openai_error(refused)
-
-    def error_frame(self, refused: Refused) -> str:
-        """An event that the SDK raises."""
-        return Frame(openai_error(refused)).text
 
 
 def _prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:

@@ -7,14 +7,16 @@ from typing import Literal
 from flexmarl.tools.syntax import Found, Incomplete, Malformed, SyntaxBase, ToolCall, call_of_json, json_at
 
 PYTHON_TAG = "<|python_tag|>"
-_OBJECT = re.compile(r'\{\s*"(?:name|type)"\s*:')
+_OBJECT = re.compile(r'\{\s*"(name|type|parameters|arguments|function)"\s*:')
+_ARGUMENTS = {"parameters", "arguments"}
 
 
 class LlamaSyntax(SyntaxBase):
     """Calls as Llama 3 writes them: JSON objects, separated by `;`, spaces or lines.
 
     An object counts as a call if it begins with `"name"` (or with `"type"`, as some fine-tuned models write) and has
-    `parameters` or `arguments`. Behind `<|python_tag|>` nothing else may stand.
+    `parameters` or `arguments`; if it has these keys in another order; or if it holds such an object as its `function`.
+    Behind `<|python_tag|>` nothing else may stand.
 
     >>> LlamaSyntax().parse('{"name": "calculator", "parameters": {"expression": "6*7"}}')[0].arguments
     {'expression': '6*7'}
@@ -33,15 +35,22 @@ class LlamaSyntax(SyntaxBase):
         tag = text.find(PYTHON_TAG)
         place = 0
         while (opened := _OBJECT.search(text, place)) is not None:
-            start = place = opened.start()
-            read = json_at(text, place)
+            start = opened.start()
+            read = json_at(text, start)
             if isinstance(read, str):
-                cut = _depth(text[place:]) > 0
-                reason = f"the tool call is not JSON: {read}"
-                found.append(Incomplete(reason) if cut else Malformed(reason))
-                break
+                reason, end = f"the tool call is not JSON: {read}", _end(text, start)
+                if end < 0:
+                    found.append(Incomplete(reason))
+                    break
+                found.append(Malformed(reason))
+                place = end
+                continue
             value, place = read
-            if {"parameters", "arguments"} & value.keys() or value.keys() <= {"name", "type"}:
+            if isinstance(value.get("function"), dict) and not _ARGUMENTS & value.keys():
+                value = value["function"]  # As OpenAI's API has it.
+            elif opened[1] not in ("name", "type") and "name" not in value:
+                continue
+            if _ARGUMENTS & value.keys() or value.keys() <= {"name", "type"}:
                 begin = tag if 0 <= tag < start and not text[tag + len(PYTHON_TAG) : start].strip() else start
                 found.append(call_of_json(value, arguments="parameters", start=begin))
         if not found and tag >= 0:
@@ -56,10 +65,11 @@ class LlamaSyntax(SyntaxBase):
         return "; ".join(json.dumps(body, ensure_ascii=False) for body in bodies)
 
 
-def _depth(text: str) -> int:
-    """Number of braces that are open at the end of a text that begins with one, or 1 inside a string."""
+def _end(text: str, place: int) -> int:
+    """The place behind the brace that closes the one at `place`; -1 if none does."""
     depth, quoted, escaped = 0, False, False
-    for character in text:
+    for index in range(place, len(text)):
+        character = text[index]
         if quoted:
             quoted = escaped or character != '"'
             escaped = character == "\\" and not escaped
@@ -68,5 +78,5 @@ def _depth(text: str) -> int:
         else:
             depth += {"{": 1, "}": -1}.get(character, 0)
             if depth == 0:
-                return 0
-    return max(depth, int(quoted))
+                return index + 1
+    return -1

@@ -39,13 +39,17 @@ class TagSyntax(SyntaxBase):
         return self.opening, self.closing
 
     def parse(self, text: str) -> tuple[Found, ...]:
-        """The calls in the text."""
+        """The calls in the text. A closing tag by itself ends a call that cannot be read."""
         found: list[Found] = []
         place = 0
         while (start := text.find(self.opening, place)) >= 0:
+            found += self._stray(text[place:start])
             one, place = self._one(text, start)
             found.append(one)
-        return tuple(found)
+        return (*found, *self._stray(text[place:]))
+
+    def _stray(self, between: str) -> list[Found]:
+        return [Malformed(f"{self.closing} without {self.opening}")] if self.closing in between else []
 
     def _one(self, text: str, start: int) -> tuple[Found, int]:
         """The call that begins here, and the place behind it."""

@@ -26,20 +26,32 @@ class XmlSyntax(SyntaxBase):
         return OPENING, CLOSING
 
     def parse(self, text: str) -> tuple[Found, ...]:
-        """The calls in the text."""
+        """The calls in the text. A function outside the tags, and a closing tag by itself, cannot be read."""
         found: list[Found] = []
         place = 0
         while (start := text.find(OPENING, place)) >= 0:
-            function, end = self._function(text, start + len(OPENING), start)
+            found += _stray(text[place:start])
+            calls, place = self._calls(text, start)
+            found += calls
+        return (*found, *_stray(text[place:]))
+
+    def _calls(self, text: str, start: int) -> tuple[list[Found], int]:
+        """The functions between the tags that begin here, mostly one, and the place behind them."""
+        found: list[Found] = []
+        begin = start + len(OPENING)
+        while True:
+            function, end = self._function(text, begin, start)
             found.append(function)
             if isinstance(function, Incomplete):
-                break
+                return found, len(text)
             closing = text.find(CLOSING, end)
-            if closing < 0:
-                found[-1] = Incomplete(f"{OPENING} without {CLOSING}")
-                break
-            place = closing + len(CLOSING)
-        return tuple(found)
+            until = closing if closing >= 0 else len(text)
+            begin = text.find(FUNCTION, end, until) if isinstance(function, ToolCall) else -1
+            if begin < 0 and closing < 0:
+                return [*found[:-1], Incomplete(f"{OPENING} without {CLOSING}")], len(text)
+            if begin < 0:
+                return found, closing + len(CLOSING)
+            start = begin
 
     def _function(self, text: str, place: int, start: int) -> tuple[Found, int]:
         """The function and its arguments, and the place behind them."""
@@ -76,6 +88,11 @@ class XmlSyntax(SyntaxBase):
     def render(self, *calls: ToolCall) -> str:
         """The function and its arguments, on lines of their own. Raises ValueError for an argument without a name."""
         return "\n".join(map(_rendered, calls))
+
+
+def _stray(between: str) -> list[Found]:
+    lost = next((tag for tag in (FUNCTION, CLOSING) if tag in between), "")
+    return [Malformed(f"{lost} without {OPENING}")] if lost else []
 
 
 def _rendered(call: ToolCall) -> str:
