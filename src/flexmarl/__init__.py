@@ -8,20 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flexmarl.api import (
-        Run,
-        RunSettings,
-        evaluate,
-        evaluate_async,
-        export,
-        export_async,
-        load,
-        open_run,
-        simulate,
-        simulate_async,
-        train,
-        train_async,
-    )
+    from flexmarl.api import Run, RunSettings, evaluate, evaluate_async, export, export_async, load, open_run
+    from flexmarl.api.functions import simulate, simulate_async, train, train_async
 
 __version__ = "0.1.0"
 __all__ = ["Run", "RunSettings", "evaluate", "evaluate_async", "export", "export_async", "load", "open_run"]

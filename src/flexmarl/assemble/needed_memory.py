@@ -173,6 +173,8 @@ def parts(
             of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name], shares_base=name in others, kept=kept)
+            if settings.credit.streaming == "linear":
+                of_run.append(_open_groups(settings, policy.training, sizes[name]))
             tensors = pass_of(policy.training, sizes[name], settings.cluster.device)
             holes = _HEAP if settings.cluster.device == "cpu" else 1.0
             if name not in others:  # They are trained with another one, in its passes.
@@ -268,6 +270,12 @@ def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool, k
     copied = state + published if kept == 2 else 0
     which = "copies" if kept == 2 else "keep_updated"
     yield Part("kept states", state * min(kept, 1) + copied, f"process_groups.{which}")
+
+
+def _open_groups(settings: RunSettings, training: TrainingSettings, size: ModelSize) -> Part:
+    """Two sums of gradients for each group that is played at once, as if each had rows that are trained already."""
+    sums = 2 * min(settings.batch.groups, settings.rollout.inter_query)
+    return Part("open groups", sums * max(4, BYTES[training.dtype]) * size.trained, "credit.streaming=off")
 
 
 def pass_of(training: TrainingSettings, size: ModelSize, device: str = "cpu") -> Part:

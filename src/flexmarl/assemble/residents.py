@@ -107,6 +107,7 @@ class Materials:
             store=self.objects,
             thread=thread,
             device=self.device,
+            sharing=self.settings.engines_of_a_device,
             deterministic=self.settings.deterministic,
             verify=self.settings.objects.level(self.settings.cluster.device),
             together=tuple(PolicyName(name) for name in self.settings.together(policy) if name != policy),

@@ -529,6 +529,13 @@ class RunSettings(Settings):
         lag = law_of(self.mode, self.pipeline, groups=self.batch.groups, now=self.pipeline.max_lag).lag
         return lag + 1
 
+    @property
+    def engines_of_a_device(self) -> int:
+        """The most engines that may share the memory of a device: on Ray's accelerators each has its own."""
+        hosts = [policy for name, policy in self.policies.items() if self.together(name)[0] == name]
+        own = self.cluster.backend == "ray" and self.cluster.device != "cpu"
+        return 1 if own else sum(policy.instances for policy in hosts)
+
     def together(self, policy: str) -> tuple[str, ...]:
         """The policies on the instances of a policy, in the order of the config. Modelled ones have their own."""
         host = self.policies[policy].serves_together or policy

@@ -126,6 +126,8 @@ class EngineParts:
     """Folder of the model, or its name on the hub, for engines that load it themselves."""
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda` or `cuda:1`."""
+    sharing: int = 1
+    """Engines that may share the memory of its device, this one included."""
     deterministic: bool = False
     """True if a request must get the same bits whichever requests share its batch (law 6)."""
     verify: Verify = "full"

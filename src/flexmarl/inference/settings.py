@@ -88,7 +88,7 @@ def wants_canary(engine: EngineSettings) -> bool:
 
 
 KV_SHARE = 0.5
-"""Share of the free memory that keys and values may take by default; a trainer of the same device needs some too."""
+"""Share of the free memory that keys and values of a device's engines may take by default; trainers need some too."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -126,7 +126,8 @@ class EmbeddedSettings(Settings):
         default=None,
         gt=0,
         description="GiB that keys and values of running requests and kept conversations may take; when it is full, "
-        "the youngest request waits and is computed again. null: half of what is free when the engine starts.",
+        "the youngest request waits and is computed again. null: half of what is free when the engine starts, divided "
+        "by the engines of its device.",
     )
     kv_block: int = Field(
         default=32, ge=1, description="Tokens per block of keys and values, the unit in which memory is taken."

@@ -1,6 +1,7 @@
 """The memory that `check` foretells, against tensors that trainers and passes really hold."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,27 @@ def test_weights_gradients_and_moments_are_those_that_a_trainer_holds(training: 
         }
         on_places = parts(RunSettings.model_validate(ray), {"solver": counted(policy)})
         assert by_name(on_places)["kept states"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("training", FORMS)
+def test_sums_of_open_groups_are_those_that_a_trainer_holds_where_all_groups_are_open(training: dict[str, Any]) -> None:
+    policy, groups = policy_of(training), 3
+    settings = run_of(policy).model_dump()
+    settings |= {"batch": {"groups": groups, "episodes": 2}, "credit": {"streaming": "linear"}}
+    foretold = [
+        by_name(parts(RunSettings.model_validate(settings | {"rollout": {"inter_query": at_once}}), sizes))
+        for sizes in [{"solver": counted(policy)}]
+        for at_once in (8, groups, 2)
+    ]
+    trainer = SingleProcessTrainer(SOLVER, small_model(), policy.training, InlineObjectStore())
+    request = GenerationRequest(
+        request_id="one", policy=SOLVER, prompt_ids=np.arange(1, 4, dtype=np.int32), sampling=Sampling(), seed=0
+    )
+    rows = tuple(replace(sample_of(request, sampled()), open_group=f"g{number}") for number in range(groups))
+    asyncio.run(trainer.accumulate_batch(MicroBatch(micro_batch_id="mb", policy=SOLVER, samples=rows)))
+    held = sum(t.nbytes for sums in trainer._cache.open.values() for t in (*sums.scored, *sums.plain))
+    assert [one["open groups"] for one in foretold] == [held, held, held * 2 / 3]
+    assert "open groups" not in by_name(parts(run_of(policy), {"solver": counted(policy)}))
 
 
 @pytest.mark.parametrize("training", FORMS)

@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as law
 from hypothesis import strategies as st
+from rich.console import Console
 
+from flexmarl.assemble.commands import assemble_run
+from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
+from flexmarl.inference.backends.embedded import core as engine_core
 from flexmarl.inference.backends.embedded.core import GIB, EngineCore
 from flexmarl.inference.backends.embedded.kv_cache import FIRST, PAD, SCRATCH
+from flexmarl.inference.settings import EmbeddedSettings, KvBytes
 from flexmarl.records import FinishReason, Version
 from tests.unit.inference import models as tiny
 from tests.unit.inference.models import request, run
@@ -211,6 +216,19 @@ def test_memory_for_no_block_at_all_is_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"engine.kv_gib is .*engine.kv_block\) takes .*set at least"):
         EngineCore(tiny.qwen3(), tight(0))
     assert EngineCore(tiny.qwen3(), tight(1)).idle
+
+
+def test_all_engines_of_a_run_in_one_process_may_take_half_of_what_is_free_together(small_run, tmp_path, monkeypatch):
+    free, made, affordable = 200 * BLOCK_BYTES, [], engine_core._affordable_blocks
+    monkeypatch.setattr(engine_core, "free_bytes", lambda _: free)
+    monkeypatch.setattr(engine_core, "_affordable_blocks", lambda *a, **o: made.append(affordable(*a, **o)) or made[-1])
+    chosen = ["policies.one.instances=3", f"policies.one.engine.kv_block={BLOCK}", "steps=1", f"out={tmp_path}"]
+    monkeypatch.setattr(EmbeddedSettings, "kv_bytes", lambda *_: KvBytes(BLOCK_BYTES // BLOCK, BLOCK_BYTES))
+    settings = load_run(small_run, [*chosen, "evaluate.tasks=0"])
+    assemble_run(settings).train(Console(quiet=True))
+    assert [number + FIRST for number in made] == [33, 33, 33], "each a third of 100 blocks"
+    on_ray = settings.model_copy(update={"cluster": settings.cluster.model_copy(update={"backend": "ray"})})
+    assert on_ray.engines_of_a_device == 3, "on CPUs, all may be on one node"
 
 
 def test_a_long_max_len_takes_no_memory_until_it_is_used():

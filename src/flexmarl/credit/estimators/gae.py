@@ -17,7 +17,19 @@ from flexmarl.credit.returns import Steps, generalised_advantages, own_rewards, 
 from flexmarl.records import SampleId
 
 
-class Gae(Ungrouped):
+class _AgainstACritic(Ungrouped):
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """True: the critic may have expected other rewards."""
+        return True
+
+    @property
+    def uses(self) -> frozenset[Extra]:
+        """A critic's values."""
+        return frozenset[Extra]({"values"})
+
+
+class Gae(_AgainstACritic):
     """Generalised advantages (arXiv 1506.02438) over the tokens of each turn, then whitened, unlike the returns."""
 
     type: Literal["gae"] = "gae"
@@ -29,19 +41,9 @@ class Gae(Ungrouped):
     """Tokens that share one mean and variance."""
 
     @property
-    def learns_from_equal_rewards(self) -> bool:
-        """True: the critic may have expected other rewards."""
-        return True
-
-    @property
     def needs(self) -> Needs:
         """The whole step, over which it whitens."""
         return "batch"
-
-    @property
-    def uses(self) -> frozenset[Extra]:
-        """A critic's values."""
-        return frozenset[Extra]({"values"})
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """Advantages per token. The returns, which the critic learns, are advantage plus value."""
@@ -62,7 +64,7 @@ class Gae(Ungrouped):
         return whiten(credit, rows, self.whiten)
 
 
-class StepGae(Ungrouped):
+class StepGae(_AgainstACritic):
     """Generalised advantages with calls as steps, as in MAPPO (arXiv 2103.01955).
 
     r_k   the reward of call k itself, and that of its act if it is the act's last call. The reward of its agent or of
@@ -87,16 +89,6 @@ class StepGae(Ungrouped):
     def later_calls(self) -> LaterCalls:
         """The rewards of the calls in `scope`."""
         return LaterCalls(scope=self.scope, gamma=self.gamma, lam=self.lam)
-
-    @property
-    def learns_from_equal_rewards(self) -> bool:
-        """True: the critic may have expected other rewards."""
-        return True
-
-    @property
-    def uses(self) -> frozenset[Extra]:
-        """A critic's values."""
-        return frozenset[Extra]({"values"})
 
     def estimate(self, rows: Sequence[CreditRow], memory: Mapping[str, float] = {}) -> Credit:
         """One advantage and one return per call. The critic learns the return at all tokens of the call."""

@@ -157,18 +157,14 @@ def read_together(db: sqlite3.Connection, calls: Sequence[StoreCall]) -> None:
     """Runs the calls on one snapshot, which includes every write that was acknowledged before they arrived."""
     try:
         with transaction(db, "BEGIN"):
-            for call in calls:
-                try:
-                    call.result = call.work(db)
-                except Exception as error:
-                    call.error = error
+            run_alone(db, calls)
     except Exception as error:
         for call in calls:
             call.error = call.error or error
 
 
 def run_alone(db: sqlite3.Connection, calls: Sequence[StoreCall]) -> None:
-    """Runs the calls one after the other, outside any transaction."""
+    """Runs the calls one after the other, in no transaction of its own."""
     for call in calls:
         try:
             call.result = call.work(db)

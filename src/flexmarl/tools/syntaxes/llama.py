@@ -39,11 +39,8 @@ class LlamaSyntax(SyntaxBase):
             read = json_at(text, start)
             if isinstance(read, str):
                 reason, end = f"the tool call is not JSON: {read}", _end(text, start)
-                if end < 0:
-                    found.append(Incomplete(reason))
-                    break
-                found.append(Malformed(reason))
-                place = end
+                found.append(Malformed(reason) if end > 0 else Incomplete(reason))
+                place = end if end > 0 else len(text)
                 continue
             value, place = read
             if isinstance(value.get("function"), dict) and not _ARGUMENTS & value.keys():

@@ -45,7 +45,7 @@ class XmlSyntax(SyntaxBase):
             if isinstance(function, Incomplete):
                 return found, len(text)
             closing = text.find(CLOSING, end)
-            until = closing if closing >= 0 else len(text)
+            until = closing if closing >= 0 else None
             begin = text.find(FUNCTION, end, until) if isinstance(function, ToolCall) else -1
             if begin < 0 and closing < 0:
                 return [*found[:-1], Incomplete(f"{OPENING} without {CLOSING}")], len(text)

@@ -186,6 +186,7 @@ class EngineCore:
         settings: EmbeddedSettings,
         *,
         device: str = "cpu",
+        sharing: int = 1,
         deterministic: bool = False,
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
@@ -193,7 +194,8 @@ class EngineCore:
     ) -> None:
         """Takes over the model, and sets its attention (`block_attention`), its dtype (of the settings), its device.
 
-        With `deterministic`, a request gets the same bits in any batch, by fixed shapes and unbatched prefill. Raises
+        `sharing` engines divide what is free of the device's memory, unless `engine.kv_gib` is set. With
+        `deterministic`, a request gets the same bits in any batch, by fixed shapes and unbatched prefill. Raises
         ConfigError if the model's attention does not fit, or `engine.kv_gib` has no room for a block.
         """
         self._settings = settings
@@ -205,7 +207,7 @@ class EngineCore:
         self._model = model.eval()
         self._adapted = AdaptedWeights(model)
         num_rows = -(-settings.slots // _FULL_TILE) * _FULL_TILE if deterministic else settings.slots
-        number = _affordable_blocks(model, settings, device, deterministic=deterministic)
+        number = _affordable_blocks(model, settings, free_bytes(device) / sharing, deterministic=deterministic)
         self._block_bytes = settings.kv_bytes(cached_numbers(model)).block
         self._cache = BlockCache(model, settings.kv_block, settings.max_len, FIRST + number)
         self._ledger = KvLedger(
@@ -658,11 +660,11 @@ def _response(request: GenerationRequest, sampled: IntArray) -> IntArray:
     return np.concatenate([request.prompt_ids[-request.offset :], sampled])
 
 
-def _affordable_blocks(model: torch.nn.Module, settings: EmbeddedSettings, device: str, *, deterministic: bool) -> int:
-    """Number of blocks that requests may have: what the settings allow, as far as it could be of use."""
+def _affordable_blocks(model: torch.nn.Module, settings: EmbeddedSettings, free: float, *, deterministic: bool) -> int:
+    """Number of blocks that requests may have: what the settings allow of the memory that is `free`, if of use."""
     block = settings.kv_bytes(cached_numbers(model)).block
     wanted = settings.kv_blocks(deterministic=deterministic)
-    budget = settings.kv_gib * GIB if settings.kv_gib is not None else KV_SHARE * free_bytes(device)
+    budget = settings.kv_gib * GIB if settings.kv_gib is not None else KV_SHARE * free
     number = min(wanted, int(budget // block) - FIRST)
     if number < 1:
         raise ConfigError(

@@ -98,6 +98,7 @@ class EmbeddedEngine:
         store: ObjectStore,
         thread: DeviceThread,
         device: str = "cpu",
+        sharing: int = 1,
         deterministic: bool = False,
         decode: Decode | None = None,
         version: Version = FIRST_VERSION,
@@ -107,12 +108,13 @@ class EmbeddedEngine:
     ) -> None:
         """The engine owns the model from here on. `decode` (ids to text) is needed for stop strings only.
 
-        `architecture` and `other` are those of `EngineParts`: without `other` the engine serves its policy only.
+        The others are those of `EngineParts`: without `other` the engine serves its policy only.
         """
         core = EngineCore(
             make_model(),
             settings,
             device=device,
+            sharing=sharing,
             deterministic=deterministic,
             decode=decode,
             version=version,
@@ -376,6 +378,7 @@ def _adopt(
         parts.make_model(),
         settings,
         device=parts.device,
+        sharing=parts.sharing,
         deterministic=parts.deterministic,
         decode=parts.decode,
         version=version,
@@ -393,6 +396,7 @@ def make_engine(settings: EmbeddedSettings, parts: EngineParts) -> EmbeddedEngin
         store=parts.store,
         thread=parts.thread,
         device=parts.device,
+        sharing=parts.sharing,
         deterministic=parts.deterministic,
         decode=parts.decode,
         version=parts.version,
