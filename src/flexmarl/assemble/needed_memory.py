@@ -170,7 +170,7 @@ def parts(
         if settings.together(name)[0] == name:  # Its instances are those of all that it serves with.
             if isinstance(policy.engine, VllmSettings):
                 of_run += _of_vllm(settings, name, policy.engine, sizes[name], device_bytes)
-            of_run += _of_engines(policy, sizes[name], longest.get(name), deterministic=settings.deterministic)
+            of_run += _of_engines(settings, name, sizes[name], longest.get(name))
         if policy.trainable:
             of_run += _of_trainer(policy, sizes[name], shares_base=name in others, kept=kept)
             if settings.credit.streaming == "linear":
@@ -178,7 +178,8 @@ def parts(
             tensors = pass_of(policy.training, sizes[name], settings.cluster.device)
             holes = _HEAP if settings.cluster.device == "cpu" else 1.0
             if name not in others:  # They are trained with another one, in its passes.
-                passes.append(tensors._replace(num_bytes=holes * tensors.num_bytes))
+                gradients = max(4, BYTES[policy.training.dtype]) * sizes[name].trained  # Not yet in their sums.
+                passes.append(tensors._replace(num_bytes=holes * tensors.num_bytes + gradients))
     of_run += [max(passes, key=lambda part: part.num_bytes)] if inline and passes else passes
     total: dict[str, Part] = {}
     for part in of_run:
@@ -216,8 +217,8 @@ def _libraries(settings: RunSettings) -> Part:
     return Part("libraries", psutil.Process().memory_info().rss * processes, setting)
 
 
-def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *, deterministic: bool) -> Iterator[Part]:
-    engine, count = policy.engine, policy.instances
+def _of_engines(settings: RunSettings, name: str, size: ModelSize, longest: int | None) -> Iterator[Part]:
+    engine, count, deterministic = (policy := settings.policies[name]).engine, policy.instances, settings.deterministic
     if not isinstance(engine, EmbeddedSettings):
         return
     number = BYTES[engine.dtype]
@@ -225,7 +226,11 @@ def _of_engines(policy: PolicySettings, size: ModelSize, longest: int | None, *,
     most = engine.kv_blocks(deterministic=deterministic) * block
     if engine.kv_gib is not None:
         most = min(most, int(engine.kv_gib * GIB))
-    held = min(most, engine.kv_blocks(longest, deterministic=deterministic) * block)
+    # If each agent waits for its reply before it asks again.
+    calls = sum(agent.policy in settings.together(name) for agent in settings.team.agents.values())
+    calls *= settings.rollout.inter_query * settings.rollout.intra_query
+    as_set = longest is None or deterministic
+    held = min(most, engine.kv_blocks(longest, None if as_set else calls, deterministic=deterministic) * block)
     bound = "engine.max_len" if held == most and engine.kv_gib is None else "engine.kv_gib"
     yield Part("engines' weights", count * size.parameters * number, "engine.dtype, or instances")
     yield Part("keys and values", count * held, bound, count * most if most > held else 0.0)
@@ -261,7 +266,7 @@ def _of_trainer(policy: PolicySettings, size: ModelSize, *, shares_base: bool, k
     small = "training.lora" if not size.has_adapter else "training.lora.rank"
     yield Part("trainers' weights", own * number + masters, "training.dtype")
     yield Part("optimiser", 2 * precise * size.trained, small)
-    yield Part("gradients", 2 * precise * size.trained, small)
+    yield Part("gradients", precise * size.trained, small)
     reference = size.parameters * number if training.kl is not None and not size.has_adapter else 0
     yield Part("reference", reference, "training.lora")
     published = number * (size.trained if training.publish == "adapter" else size.parameters)

@@ -36,14 +36,7 @@ from flexmarl.gateway.delivery import Deliveries, Exchange, ReplyState
 from flexmarl.gateway.dialects.base import Answer, Ask, Dialect, OfferedTool, Refused, ReplyChoice, Said, overflow
 from flexmarl.gateway.heard import SAMPLED, HeardGenerate, Replies, Voice
 from flexmarl.gateway.history import DeliveredTurn, PromptPlan, SeatHistory
-from flexmarl.gateway.reply_parts import (
-    ReplyParts,
-    certain,
-    certain_of_plain,
-    forced_words,
-    plain_reply,
-    read_reply,
-)
+from flexmarl.gateway.reply_parts import ReplyParts, certain, certain_of_plain, forced_words, plain_reply, read_reply
 from flexmarl.gateway.settings import GatewaySettings
 from flexmarl.records import AgentName, FinishReason, IntArray, PolicyName, Scalar, Task, Turn
 

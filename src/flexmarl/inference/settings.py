@@ -161,10 +161,12 @@ class EmbeddedSettings(Settings):
         token = cached_numbers * NUMBER_BYTES[self.dtype]
         return KvBytes(token, token * self.kv_block)
 
-    def kv_blocks(self, length: int | None = None, *, deterministic: bool) -> int:
-        """Blocks of all slots and kept conversations with `length` tokens; without it, at `max_len`: the most ever."""
+    def kv_blocks(self, length: int | None = None, calls: int | None = None, *, deterministic: bool) -> int:
+        """Blocks of all slots and kept conversations with `length` tokens; without it, at `max_len`: the most ever.
+        `calls` is the number of requests that may run at once, if it may be below that of slots."""
         tokens = self.max_len if length is None else min(length, self.max_len)
-        return (self.slots + self.num_kept(deterministic=deterministic)) * -(-tokens // self.kv_block)
+        running = self.slots if calls is None else min(calls, self.slots)
+        return (running + self.num_kept(deterministic=deterministic)) * -(-tokens // self.kv_block)
 
 
 class AdapterRoom(Settings):

@@ -117,7 +117,9 @@ def test_weights_gradients_and_moments_are_those_that_a_trainer_holds(training: 
     held |= {id(master): master.nbytes for master in trainer._updater.masters.values()}
     moments = [state[name] for state in trainer._updater.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert found["trainers' weights"] == sum(held.values())
-    assert found["gradients"] == 2 * sums
+    assert found["gradients"] == sums
+    tensors = pass_of(policy.training, counted(policy)).num_bytes
+    assert found["a pass"] == pytest.approx(1.23 * tensors + sums), "what it adds to the sums, too"
     assert found["optimiser"] == sum(moment.nbytes for moment in moments)
     assert found["published version"] == pytest.approx(published, rel=0.02), "an adapter names its base too"
     assert "kept states" not in found
@@ -279,6 +281,18 @@ def test_keys_and_values_are_those_of_requests_as_they_are_foreseen_and_at_most_
     assert held({"solver": 100}, capped) == ("keys and values", 10 * block, "engine.kv_gib", 0)
 
 
+def test_no_more_requests_are_foreseen_to_run_than_the_episodes_at_once_can_ask() -> None:
+    policy = policy_of({}, slots=8, kept_prefixes=2, max_len=8192, kv_block=32)
+    size, block = counted(policy), 4 * counted(policy).cached * 32
+    settings = run_of(policy).model_dump() | {"rollout": {"inter_query": 3, "intra_query": 1}}
+    agents = settings["team"]["agents"]
+    for count, running in ((1, 3), (2, 6), (3, 8)):
+        settings["team"]["agents"] = {f"solver{number}": agents["solver"] for number in range(count)}
+        run = RunSettings.model_validate(settings)
+        assert by_name(parts(run, {"solver": size}, {"solver": 32}))["keys and values"] == (running + 2) * block
+        assert by_name(parts(run, {"solver": size}))["keys and values"] == 10 * 256 * block, "as it is set"
+
+
 def test_two_policies_add_up_in_what_is_foreseen_and_in_what_is_allowed() -> None:
     one, other = Part("a", 2, "x", 5), Part("a", 3, "y")
     assert one.plus(other) == Part("a", 5, "x", 8)
@@ -289,6 +303,6 @@ def test_a_pass_on_a_processor_takes_the_holes_of_the_heap_too() -> None:
     policy = policy_of({"max_tokens_per_forward": 4096})
     size, run = counted(policy), run_of(policy)
     on_cuda = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cuda"})})
-    tensors = pass_of(policy.training, size).num_bytes
-    assert by_name(parts(on_cuda, {"solver": size}))["a pass"] == tensors
-    assert 1.1 * tensors < by_name(parts(run, {"solver": size}))["a pass"] < 1.3 * tensors
+    tensors, gradients = pass_of(policy.training, size).num_bytes, 4 * size.trained
+    assert by_name(parts(on_cuda, {"solver": size}))["a pass"] == tensors + gradients
+    assert 1.1 * tensors < by_name(parts(run, {"solver": size}))["a pass"] - gradients < 1.3 * tensors
