@@ -147,7 +147,7 @@ async def longest_wait() -> AsyncIterator[list[float]]:
 
 
 async def measured(rank: int, instances: int, repeats: int) -> tuple[Published, Published]:
-    """Both ways in turn; the first of each, which also reads the base, is not counted."""
+    """Both ways in turn; the seconds of the first of each, which also reads the base, are not counted."""
     thread, model = DeviceThread(), model_of_135m()
     merged, adapter = (Published(way, rank, instances, model, thread) for way in ("merged", "adapter"))
     for repeat in range(repeats + 1):
@@ -155,7 +155,6 @@ async def measured(rank: int, instances: int, repeats: int) -> tuple[Published, 
             await one.publish()
             if not repeat:
                 one.seconds.clear()
-                one.blocked.clear()
     for one in (merged, adapter):
         await one.close()
     thread.close()
