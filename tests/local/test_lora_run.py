@@ -72,7 +72,7 @@ def test_a_run_that_publishes_adapters_alone_samples_and_learns_the_same_as_one_
         training = f"{{lora: {{rank: 4}}, publish: {publish}, optimizer: {{learning_rate: 5e-2}}}}"
         words = ["train", str(RELAY), f"policies.speaker.training={training}", f"policies.listener.training={training}"]
         words += ["deterministic=true", "steps=3", "batch.groups=4", "batch.episodes=4", "evaluate.tasks=0"]
-        words += ["checkpoint.every=3", f"out={tmp_path / publish}", f"name={publish}"]
+        words += ["credit.filter=null", "checkpoint.every=3", f"out={tmp_path / publish}", f"name={publish}"]
         monkeypatch.setattr(sys, "argv", ["flexmarl", *words])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
