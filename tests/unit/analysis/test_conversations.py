@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from flexmarl.agents.chat import ChatRenderer
 from flexmarl.analysis.conversations import NOT_ENDED, STOPPED, EpisodeLine, Reading, ShownEpisode, open_conversations
 from flexmarl.analysis.selection import EpisodeChoice
 from flexmarl.cli.show import episode_json, show_list
@@ -40,6 +41,7 @@ from flexmarl.rollout.player import Player
 from flexmarl.testing.agents import ScriptedModel
 from flexmarl.tools import FunctionSyntax, TagSyntax, ToolCall
 from tests.unit.agents.tables import RENDERER, TOKENIZER, says, spec, text
+from tests.unit.agents.tokenizers_for_tests import CHATML, byte_pairs
 from tests.unit.rollout.plays import GROUP, player
 
 AGENTS = [AgentName("solver"), AgentName("verifier")]
@@ -288,6 +290,40 @@ def test_a_call_that_a_stop_string_cut_is_read_whole_at_its_last_piece(tmp_path:
     assert [len(turn.tools) for turn in turns] == [0, 0, 1, 0]
     (call,) = turns[2].tools
     assert (call.name, call.argument, call.result) == ("calculator", "(1+2)*(3+4)", "21")
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_call_in_a_thought_that_the_template_began_is_shown_as_little_as_it_was_run(
+    tmp_path: Path, opened: bool
+) -> None:
+    folder, solver = RunFolder(tmp_path), AgentName("solver")
+    generated = "<|im_start|>assistant\n"
+    tokenizer = byte_pairs(CHATML.replace(generated, f"{generated}<think>\n") if opened else CHATML)
+    renderer = ChatRenderer(tokenizer)
+    agent = {"tools": [{"type": "calculator"}], "syntax": {"type": "tag"}, "tell_tools": "none"}
+    team = spec({"solver": {**agent, "sampling": {"max_tokens": 1000}}}, renderer=renderer)
+    used = []
+
+    async def act(task: Any, team: Any) -> None:
+        reply = await team.solver.act(task.prompt)
+        used.extend(call.result for call in reply.calls)
+        reply.reward(1.0)
+
+    async def write() -> None:
+        store = DurableStore.create(folder.store, agents=[solver], columns=TURN_COLUMNS)
+        model = ScriptedModel(tokenizer, says(TagSyntax().render(ToolCall("calculator", {"expression": "6*7"})), "so"))
+        played = Player(team=replace(team, run=act), generate=model, run_seed=0, timeout_s=9.0, store=store)
+        assert (await played.play(GROUP, 0)).finished
+        await store.close()
+
+    asyncio.run(write())
+    assert used == ([] if opened else ["42"])
+    syntaxes, renderers = {solver: TagSyntax()}, {solver: renderer}
+    reading = Reading(decode=lambda _, ids: tokenizer.decode(ids.tolist()), syntaxes=syntaxes, renderers=renderers)
+    with open_conversations(folder) as conversations:
+        (line,) = conversations.lines()
+        turns = conversations.read(line, reading).turns
+    assert [call.result for turn in turns for call in turn.tools] == used
 
 
 def test_texts_that_were_pruned_are_said_to_be_gone_and_numbers_stay(tmp_path: Path) -> None:
