@@ -18,6 +18,8 @@ from flexmarl.records import SampleId
 
 
 class _AgainstACritic(Ungrouped):
+    """Reads a critic's values as the rewards that were expected."""
+
     @property
     def learns_from_equal_rewards(self) -> bool:
         """True: the critic may have expected other rewards."""
