@@ -81,7 +81,7 @@ class Adapter:
 
     def reset(self) -> None:
         """Makes the present adapter that of the reference."""
-        self._anchor = {name: tensor.detach().clone() for name, tensor in self._named_factors()}
+        self._anchor = {name: tensor.detach().clone() for name, tensor in self.named_factors()}
 
     @property
     def _scaling(self) -> float:
@@ -91,7 +91,7 @@ class Adapter:
     def _factors(self) -> "dict[str, tuple[nn.Parameter, nn.Parameter]]":
         """A and B of each layer, by its name in the base."""
         return {
-            name: (layer.get_parameter(f"lora_A.{ADAPTER}.weight"), layer.get_parameter(f"lora_B.{ADAPTER}.weight"))
+            name: (layer.lora_A[ADAPTER].get_parameter("weight"), layer.lora_B[ADAPTER].get_parameter("weight"))
             for name, layer in self._layers
         }
 
@@ -103,8 +103,8 @@ class Adapter:
     @property
     def reference_factors(self) -> "Factors":
         """The same for the reference: none before the first reset, when it is the base alone."""
-        layers = self._factors if self._anchor else ()
-        return {layer: (self._anchor[f"{layer}.A"], self._anchor[f"{layer}.B"]) for layer in layers}, self._scaling
+        layers = self._layers if self._anchor else ()
+        return {name: (self._anchor[f"{name}.A"], self._anchor[f"{name}.B"]) for name, _ in layers}, self._scaling
 
     @property
     def moved(self) -> bool:
@@ -117,17 +117,18 @@ class Adapter:
 
     def take(self, tensors: Mapping[str, Tensor], *, moved: bool) -> None:
         """Restores what `tensors` returned."""
-        own, device = dict(self._named_factors()), self._model.device
+        own, device = dict(self.named_factors()), self._model.device
         self._anchor = {n: as_whole(part_of(t.to(device), own[n]), own[n].detach()) for n, t in tensors.items()}
 
-    def _named_factors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B of each layer, as `{layer}.A` and `{layer}.B`."""
         for layer, (a, b) in self._factors.items():
             yield f"{layer}.A", a
             yield f"{layer}.B", b
 
     def _exchange(self) -> None:
         """Swaps the trained adapter and that of the reference, in place: ranks share the memory with their gathers."""
-        for name, factor in self._named_factors():
+        for name, factor in self.named_factors():
             mine, others = part(factor.detach()), part(self._anchor[name])
             kept = mine.clone()
             mine.copy_(others)
@@ -152,21 +153,18 @@ class Adapter:
             self._base = checksum({name.replace(WRAPPED, ""): t for name, t in tensors if ".lora_" not in name})
         return self._base
 
-    def published(self, tensors: Mapping[str, Tensor]) -> PublishedAdapter:
-        """The adapter alone, from all tensors of the model, with the checksum of the base."""
-        factors = {
-            name: (tensors[f"{name}.lora_A.{ADAPTER}.weight"], tensors[f"{name}.lora_B.{ADAPTER}.weight"])
-            for name in self._factors
-        }
-        return PublishedAdapter(factors, self._scaling, self.base())
+    def published(self, factors: Mapping[str, Tensor]) -> PublishedAdapter:
+        """The adapter alone, from its factors as `named_factors` names them, with the checksum of the base."""
+        layers = {layer: (factors[f"{layer}.A"], factors[f"{layer}.B"]) for layer, _ in self._layers}
+        return PublishedAdapter(layers, self._scaling, self.base())
 
     def overflowing(self, published: Mapping[str, Tensor]) -> list[str]:
         """Names of layers whose A, B or merged weights may not be finite: their norms bound every number of B A."""
-        numbers = [published[f"{name}.lora_{which}"].detach() for name in self._factors for which in "AB"]
+        numbers = [published[f"{name}.lora_{which}"].detach() for name, _ in self._layers for which in "AB"]
         precise = torch.promote_types(self._model.dtype, torch.float32)
         of_a, of_b = torch.stack(torch._foreach_norm(numbers, dtype=precise)).double().view(-1, 2).unbind(1)
         bounded = self._scaling * of_a * of_b <= torch.finfo(self._model.dtype).max
-        return [name for name, is_bounded in zip(self._factors, bounded.tolist(), strict=True) if not is_bounded]
+        return [name for (name, _), is_bounded in zip(self._layers, bounded.tolist(), strict=True) if not is_bounded]
 
     def export(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Writes the adapter alone: `adapter_config.json` and `adapter_model.safetensors`, of the model's tensors."""

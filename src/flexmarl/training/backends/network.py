@@ -259,22 +259,23 @@ class Network:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the model by name, without tied duplicates, in the type in which it computes."""
-        found = dict(unique_tensors(self.model))
-        if self.ranks.world > 1:
-            found = {name: t.to(self._dtype) if t.is_floating_point() else t for name, t in found.items()}
-        return found
+        return self._computed(dict(unique_tensors(self.model)))
+
+    def _computed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.ranks.world == 1:
+            return dict(found)
+        return {name: t.to(self._dtype) if t.is_floating_point() else t for name, t in found.items()}
 
     def published(self) -> dict[str, Tensor]:
         """The weights that engines serve: those of the model by name, without tied duplicates; or the adapter alone.
 
         Together; empty on all ranks but the first.
         """
+        if self._adapter is not None and self._settings.publish == "adapter":
+            factors = self.ranks.whole(self._computed(dict(self._adapter.named_factors())))
+            return self._adapter.published(factors).as_tree() if factors else {}
         tensors = self.ranks.whole(self.tensors())
-        if self._adapter is None or not tensors:
-            return tensors
-        if self._settings.publish == "adapter":
-            return self._adapter.published(tensors).as_tree()
-        return dict(self._adapter.merged(tensors))
+        return tensors if self._adapter is None else dict(self._adapter.merged(tensors))
 
     def unbounded(self, published: Mapping[str, Tensor]) -> list[str]:
         """Names of published tensors that are not finite or have no finite norm; of an adapter, those of its layers."""
