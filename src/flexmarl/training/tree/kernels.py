@@ -110,6 +110,8 @@ def _compiled() -> Callable[..., object]:
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FEW_KEYS = 256
+"""With fewer keys the backward of a 16-bit type takes longer than that of float32, up to ten times as long."""
 
 
 class PiecewiseAttention:
@@ -161,20 +163,30 @@ class _Piecewise(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (grad,), (query, key, value, out, logsum) = grads, ctx.saved_tensors
-        d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
+        precise = torch.promote_types(query.dtype, torch.float32)
+        d_query, d_key, d_value = (torch.empty_like(t, dtype=precise) for t in (query, key, value))
         for piece, mask in ctx.attention.own:
             given = (_of(piece, t) for t in (grad, query, key, value, out, logsum))
-            found = _backward(*given, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+            found = _gradients(*given, ctx.scale, causal=mask is None, mask=mask)
             for total, part in zip((d_query, d_key, d_value), found, strict=True):
                 _of(piece, total).copy_(part)
         for side in ctx.attention.sides:
             seeing, seen = slice(side.start, side.stop), slice(side.seen_start, side.seen_stop)
             g, q, o, s = (t[:, :, seeing] for t in (grad, query, out, logsum))
-            found = _backward(g, q, key[:, :, seen], value[:, :, seen], o, s, 0.0, False, scale=ctx.scale)
+            found = _gradients(g, q, key[:, :, seen], value[:, :, seen], o, s, ctx.scale)
             d_query[:, :, seeing] += found[0]
             d_key[:, :, seen] += found[1]
             d_value[:, :, seen] += found[2]
-        return d_query, d_key, d_value, None, None
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
+
+
+def _gradients(*given: Any, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query, key and value, `given` their gradient's output, themselves, output, log-sum and scale."""
+    *tensors, logsum, scale = given
+    precise = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[2].shape[2] < FEW_KEYS:
+        tensors, mask = [t.to(precise) for t in tensors], None if mask is None else mask.to(precise)
+    return _backward(*tensors, logsum, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def _of(piece: Chains | Tile, tensor: Tensor) -> Tensor:

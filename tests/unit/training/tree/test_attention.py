@@ -22,7 +22,7 @@ from transformers import (
 
 from flexmarl.errors import ConfigError
 from flexmarl.records import IntArray
-from flexmarl.training.tree import attention
+from flexmarl.training.tree import attention, kernels
 from flexmarl.training.tree.attention import NAME, use_prefix_trees
 from flexmarl.training.tree.kernels import BLOCK, FlexAttention, PiecewiseAttention, padded_ends
 from flexmarl.training.tree.merge import merge
@@ -70,6 +70,26 @@ def test_pieces_give_the_output_and_the_gradients_of_a_dense_mask(
         torch.autograd.grad(found, given_, upstream), torch.autograd.grad(expected, given_, upstream), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("few_keys", [0, 256])
+def test_gradients_in_bfloat16_are_those_of_a_dense_mask(few_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trunk that forty branches see, with pieces in the type itself and in float32."""
+    monkeypatch.setattr(kernels, "FEW_KEYS", few_keys)
+    rows = [np.array([*range(30), 100 + branch, *range(5 + branch % 3)]) for branch in range(40)]
+    tree = merge(rows, [1] * len(rows))
+    exact = projections(tree.num_tokens, 0)
+    rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    found = PiecewiseAttention(attention_pieces(tree, 16), torch.bfloat16)(*rounded, 0.4)
+    expected = dense(*exact, tree.ends, 0.4)
+    upstream = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, rounded, upstream.bfloat16()),
+        torch.autograd.grad(expected, exact, upstream),
+        strict=True,
+    ):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - theirs).norm() <= 0.01 * theirs.norm()
 
 
 @given(forests(), st.integers(0, 99))
