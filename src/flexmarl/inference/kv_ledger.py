@@ -1,8 +1,8 @@
 """Decides which blocks of keys and values each request and each kept conversation holds.
 
-A block has room for the keys and values of `size` tokens in every layer. A request takes blocks as it grows. The next
-call of a conversation shares the full blocks of the prefix that both have, as does a request with the prompt of another
-one that runs; a block in which the prefix ends is copied.
+A block has room for the keys and values of `size` tokens in every layer. A request takes blocks as it grows. It shares
+the full blocks of a prefix that its conversation's last call has too, or the prompt of any request that holds its
+blocks; a block in which the prefix ends is copied.
 
     free --take--> one holder --share--> several holders --release--> one holder --release--> free
                    (may write)           (all only read)
@@ -11,18 +11,23 @@ When no block is free, kept conversations give theirs back, the one unused longe
 """
 
 import heapq
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
 from flexmarl.records import IntArray
 
 
+STRIDE = 8
+"""Prompts share prefixes of this many tokens, and of multiples of it; equal prompts all but the last token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Tokens whose keys and values are there, of a conversation or a running request, and the blocks that hold them."""
+    """Tokens whose keys and values are there, and the blocks that hold them."""
 
     ids: IntArray
     blocks: Sequence[int] = ()
@@ -37,6 +42,25 @@ def common_prefix(left: IntArray, right: IntArray) -> int:
     size = min(len(left), len(right))
     differ = np.flatnonzero(left[:size] != right[:size])
     return int(differ[0]) if len(differ) else size
+
+
+def prefix_keys(prompt: IntArray) -> dict[bytes, int]:
+    """Keys of the prefixes that the prompt may share, with the length of each, the shortest first.
+
+    >>> list(prefix_keys(np.arange(20)).values()), prefix_keys(np.arange(1))
+    ([8, 16, 19], {})
+    """
+    keys, key = dict[bytes, int](), b""
+    for start in range(0, len(prompt) - 1, STRIDE):
+        end = min(start + STRIDE, len(prompt) - 1)
+        key = blake2b(key + prompt[start:end].tobytes(), digest_size=16).digest()
+        keys[key] = end
+    return keys
+
+
+def longest(keys: Mapping[bytes, int], among: Container[bytes]) -> tuple[bytes, int]:
+    """The key of the longest prefix that is `among` these, and its length; 0 if none is."""
+    return next(((key, length) for key, length in reversed(keys.items()) if key in among), (b"", 0))
 
 
 class KeptPrefixes:
@@ -105,6 +129,10 @@ class KvLedger:
         self._kept = kept
         self._free = list(range(first, first + number))
         self._holders: Counter[int] = Counter()
+        self._shared: dict[bytes, Sequence[int]] = {}
+        """Blocks of the newest prompt that has each prefix, by its key."""
+        self._ends: dict[int, dict[bytes, Sequence[int]]] = defaultdict(dict)
+        """By block, the shared prefixes that end in it."""
 
     @property
     def free(self) -> int:
@@ -115,22 +143,27 @@ class KvLedger:
         """Number of blocks that this many positions take."""
         return -(-positions // self.size)
 
-    def covered(self, conversation: str | None, ids: IntArray) -> int:
-        """Number of tokens that the conversation's kept blocks cover."""
-        found = self._kept.find(conversation, ids)
-        return found[1] if found else 0
+    def covered(self, conversation: str | None, ids: IntArray, keys: Mapping[bytes, int]) -> int:
+        """Number of a prompt's tokens that blocks of its conversation cover, or shared ones by its `prefix_keys`."""
+        return self._found(conversation, ids, keys)[1]
+
+    def _found(self, conversation: str | None, ids: IntArray, keys: Mapping[bytes, int]) -> tuple[Kept, int]:
+        own, shared = self._kept.find(conversation, ids) or (Kept(ids), 0), longest(keys, self._shared)
+        return own if shared[1] <= own[1] else (Kept(ids, self._shared[shared[0]]), shared[1])
+
+    def share(self, keys: Mapping[bytes, int], blocks: Sequence[int]) -> None:
+        """Shares the prefixes of a prompt that is in these blocks."""
+        for key, length in keys.items():
+            self._shared[key] = self._ends[blocks[(length - 1) // self.size]][key] = blocks
 
     def grant(
-        self, conversation: str | None, ids: IntArray, positions: int, *, spare: int = 0, running: Kept | None = None
+        self, conversation: str | None, ids: IntArray, positions: int, keys: Mapping[bytes, int], *, spare: int = 0
     ) -> Grant | None:
         """Blocks for `positions` positions of a request with these tokens; None if fewer than `spare` would be left.
 
-        Tokens that the conversation's kept blocks cover, or those of a request that is `running`, are not computed
-        again.
+        Tokens that are `covered` are not computed again.
         """
-        kept, reused = self._kept.find(conversation, ids) or (Kept(ids), 0)
-        if running is not None and (shared_now := common_prefix(running.ids, ids[:-1])) > reused:
-            kept, reused = running, shared_now
+        kept, reused = self._found(conversation, ids, keys)
         full = reused // self.size
         shared = list(kept.blocks[: self.blocks_for(reused)])
         self._holders.update(shared)
@@ -155,9 +188,15 @@ class KvLedger:
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
+                self._stop_sharing(block)
                 heapq.heappush(self._free, block)
                 freed.append(block)
         return freed
+
+    def _stop_sharing(self, block: int) -> None:
+        for key, blocks in self._ends.pop(block, {}).items():
+            if self._shared.get(key) is blocks:
+                del self._shared[key]
 
     def keep(self, conversation: str, ids: IntArray, blocks: Sequence[int]) -> None:
         """Hands the blocks of a request that has ended to its conversation. `ids` are the tokens that they hold."""
@@ -167,7 +206,9 @@ class KvLedger:
         self.release(old.blocks if old else ())
 
     def forget(self) -> None:
-        """Forgets every conversation."""
+        """Forgets every conversation, and shares no block any more."""
+        self._shared.clear()
+        self._ends.clear()
         for old in self._kept.clear():
             self.release(old.blocks)
 

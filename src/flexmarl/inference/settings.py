@@ -137,8 +137,8 @@ class EmbeddedSettings(Settings):
     )
     prefix_reuse: bool = Field(
         default=True,
-        description="Keep a finished call's keys and values for its conversation, and compute the prompt of calls that "
-        "run at the same time with the same one, as the episodes of a group, once; never done in deterministic runs.",
+        description="Keep a finished call's keys and values for its conversation, and compute once what prompts of "
+        "running calls and kept conversations begin with alike, as a system prompt; never in deterministic runs.",
     )
     kept_prefixes: int = Field(
         default=64, ge=0, description="Conversations whose prefix is kept, longest unused out first."

@@ -130,6 +130,7 @@ def test_logprobs_are_exact_after_prefix_reuse():
 
 @law(max_examples=25, deadline=None)
 @given(
+    head=st.integers(0, 20),
     prompts=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     copies=st.integers(2, 6),
     block=st.sampled_from([1, 4, 16]),
@@ -137,14 +138,19 @@ def test_logprobs_are_exact_after_prefix_reuse():
     budget=st.integers(0, 40),
     later=st.integers(0, 5),
 )
-def test_requests_with_one_prompt_compute_it_once_and_their_logprobs_are_exact(
-    prompts, copies, block, slots, budget, later
+def test_requests_share_prompts_and_what_they_begin_with_and_their_logprobs_are_exact(
+    head, prompts, copies, block, slots, budget, later
 ):
     # A few blocks more than the longest request takes, so that some are preempted.
-    gib = (2 + -(-40 // block) + budget) * block * 2 * 2 * 2 * 8 * 4 / (1 << 30)
+    gib = (2 + -(-60 // block) + budget) * block * 2 * 2 * 2 * 8 * 4 / (1 << 30)
     core = EngineCore(tiny.qwen3(), tiny.settings(slots=slots, kv_block=block, kv_gib=gib, kept_prefixes=0))
     requests = [
-        request(f"{index}/{copy}", [index * 3 + 1, *range(length)], seed=10 * index + copy, max_tokens=2 + 3 * copy)
+        request(
+            f"{index}/{copy}",
+            [*range(head), index * 3 + 1, *range(length)],
+            seed=10 * index + copy,
+            max_tokens=2 + 3 * copy,
+        )
         for index, length in enumerate(prompts)
         for copy in range(copies)
     ]
@@ -157,7 +163,7 @@ def test_requests_with_one_prompt_compute_it_once_and_their_logprobs_are_exact(
     assert worst(tiny.qwen3(), requests, answers)[0] < TOLERANCE
     assert all(len(answers[one.request_id].response_ids) == one.sampling.max_tokens for one in requests)
     assert core._ledger.free == core.kv_blocks, "no block is lost"
-    assert not core._prompts
+    assert not core._ledger._shared
 
 
 def test_a_group_joins_a_step_after_its_first_request_and_computes_one_token_each():
@@ -173,6 +179,25 @@ def test_a_group_joins_a_step_after_its_first_request_and_computes_one_token_eac
     assert [answers[one.request_id].reused_tokens for one in group] == [0] + [19] * 7
     late = run(core, [request("late", range(20))])["late"]
     assert late.reused_tokens == 0, "nobody has the prompt any more"
+
+
+def test_prompts_that_begin_alike_wait_for_who_computes_that_and_groups_wait_once_more():
+    """Four prompts behind one system prompt, twice each."""
+    core, system = EngineCore(tiny.qwen3(), tiny.settings(slots=9, kv_block=16)), range(20)
+    asked = [
+        request(f"{task}/{copy}", [*system, 10 + task, *range(10)], seed=copy, conversation=f"{task}/{copy}")
+        for task in range(4)
+        for copy in range(2)
+    ]
+    for one in asked:
+        core.add(one)
+    running = [(core.step(), core.use().running)[1] for _ in range(3)]
+    assert running == [1, 5, 8], "the first; its copy and the other three; their copies"
+    answers = run(core)
+    assert [answers[one.request_id].reused_tokens for one in asked] == [0, 30, 16, 30, 16, 30, 16, 30]
+    late = request("late", [*system, 9, 9], conversation="new")
+    assert run(core, [late])["late"].reused_tokens == 16, "the conversations keep it"
+    assert worst(tiny.qwen3(), asked, answers)[0] < TOLERANCE
 
 
 def test_prompts_of_requests_that_end_at_once_wait_for_one_step_only():
@@ -269,14 +294,15 @@ def test_a_weight_swap_in_the_middle_serves_each_token_from_its_recorded_version
 def test_a_weight_load_drops_kept_prefixes_and_keeps_none_of_mixed_versions():
     core = EngineCore(tiny.qwen3(0), tiny.settings())
     run(core, [request("before", range(10), conversation="a")])
-    core.add(request("across", range(10), conversation="b", max_tokens=6))
+    core.add(request("across", range(11, 21), conversation="b", max_tokens=6))
     core.step()
     core.load(Version(0), tiny.qwen3(2).state_dict())
     core.step()
     core.load(Version(0), tiny.qwen3(1).state_dict())
     run(core)
     seconds = [
-        request(f"{name}2", [*range(10), *end], conversation=name) for name, end in (("a", (10, 11)), ("b", (9,)))
+        request(f"{name}2", [*prompt, 9], conversation=name)
+        for name, prompt in (("a", range(10)), ("b", range(11, 21)))
     ]
     answers = run(core, seconds)
     assert [answers[f"{name}2"].reused_tokens for name in "ab"] == [0, 0]

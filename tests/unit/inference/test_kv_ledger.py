@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as law
 from hypothesis import strategies as st
 
-from flexmarl.inference.kv_ledger import Kept, KeptPrefixes, KvLedger, common_prefix
+from flexmarl.inference.kv_ledger import STRIDE, Kept, KeptPrefixes, KvLedger, longest, prefix_keys
 
 
 def ids(*values):
@@ -87,7 +87,7 @@ class Plain:
         self.memory: dict[int, list[int]] = {block: [-1] * size for block in range(2, 2 + number)}
         self.running: list[tuple[str | None, list[int], list[int]]] = []
         self.waiting: list[tuple[str | None, list[int]]] = []
-        self.preempted = self.forked = self.copied = 0
+        self.preempted = self.forked = self.copied = self.lent = 0
         self.lending = lending
 
     def write(self, blocks: list[int], position: int, token: int) -> None:
@@ -98,22 +98,22 @@ class Plain:
     def start(self) -> bool:
         """Grants the first that waits its blocks, if there are enough."""
         conversation, tokens = self.waiting[0]
-        # Any request that runs may lend its prefix, not only one with the same prompt.
-        running = [Kept(ids(*held), tuple(blocks)) for _, held, blocks in self.running]
-        best = max(running, key=lambda one: common_prefix(one.ids, ids(*tokens)), default=None)
-        grant = self.ledger.grant(
-            conversation, ids(*tokens), len(tokens), spare=len(self.running), running=best if self.lending else None
-        )
+        keys = prefix_keys(ids(*tokens)) if self.lending else {}
+        covered = self.ledger.covered(conversation, ids(*tokens), keys)
+        grant = self.ledger.grant(conversation, ids(*tokens), len(tokens), keys, spare=len(self.running))
         if grant is None:
             return False
+        assert grant.reused == covered
         self.waiting.pop(0)
         if grant.copy is not None:
             source, target = grant.copy
             self.memory[target] = list(self.memory[source])
             self.copied += 1
         self.forked += grant.reused >= self.size
+        self.lent += conversation is None and grant.reused > 0
         for position in range(grant.reused, len(tokens)):
             self.write(grant.blocks, position, tokens[position])
+        self.ledger.share(keys, tuple(grant.blocks))
         self.running.append((conversation, tokens, grant.blocks))
         return True
 
@@ -150,6 +150,8 @@ class Plain:
         assert len(free) == self.ledger.free == self.number - len(holders), "no block is lost"
         assert not free & holders.keys()
         assert self.ledger.top <= 2 + self.number, "the budget is never exceeded"
+        assert set(self.ledger._ends) <= holders.keys(), "nothing is shared of a block that is free"
+        assert set(self.ledger._shared) <= {key for keys in self.ledger._ends.values() for key in keys}
 
 
 moves = st.tuples(
@@ -158,7 +160,7 @@ moves = st.tuples(
 
 
 @law(max_examples=300, deadline=None)
-@given(st.lists(moves, max_size=60), st.integers(1, 12), st.integers(1, 4), st.integers(0, 3), st.booleans())
+@given(st.lists(moves, max_size=60), st.integers(1, 12), st.integers(1, 12), st.integers(0, 3), st.booleans())
 def test_in_any_schedule_no_block_is_lost_or_written_by_two_and_each_reads_what_it_wrote(
     plan, number, size, limit, lending
 ):
@@ -170,8 +172,8 @@ def play(plan, number, size, limit, *, lending=False) -> Plain:
     world = Plain(number, size, limit, lending=lending)
     for kind, value in plan:
         if kind == "ask":
-            # Prompts of a conversation begin alike, so that they share; a tenth of them differ from the first token.
-            tokens = [value // 90, *range(1, 1 + value % 7)]
+            # Prompts begin alike, so that they share; a tenth of them differ from the first token.
+            tokens = [value // 90, *range(1, 1 + value % 7 * 3)]
             if len(tokens) <= number * size:
                 world.waiting.append((("a", "b", None)[value % 3], tokens))
         elif kind == "swap":
@@ -198,19 +200,21 @@ def test_random_schedules_preempt_fork_and_copy():
     """The witness of the law above."""
     rng = np.random.default_rng(0)
     kinds = ["ask", "ask", *["append"] * 5, "end"]
-    worlds = [play([(kinds[rng.integers(8)], int(rng.integers(100))) for _ in range(60)], 8, 2, 3) for _ in range(30)]
+    plans = [[(kinds[rng.integers(8)], int(rng.integers(100))) for _ in range(60)] for _ in range(30)]
+    worlds = [play(plan, 10, 3, 3, lending=True) for plan in plans]
     assert sum(world.preempted for world in worlds) > 10
     assert sum(world.forked for world in worlds) > 10
     assert sum(world.copied for world in worlds) > 10
+    assert sum(world.lent for world in worlds) > 10
 
 
 def test_two_calls_of_a_conversation_share_its_full_blocks_and_copy_the_last():
     ledger = KvLedger(8, 4, KeptPrefixes(2))
-    first = ledger.grant("c", ids(*range(10)), 10)
+    first = ledger.grant("c", ids(*range(10)), 10, {})
     assert first is not None
     assert (first.blocks, first.reused, first.copy) == ([0, 1, 2], 0, None)
     ledger.keep("c", ids(*range(10)), first.blocks)
-    one, two = (ledger.grant("c", ids(*range(10), last), 11) for last in (50, 60))
+    one, two = (ledger.grant("c", ids(*range(10), last), 11, {}) for last in (50, 60))
     assert one is not None
     assert two is not None
     assert (one.blocks, one.reused, one.copy) == ([0, 1, 3], 10, (2, 3))
@@ -221,11 +225,43 @@ def test_two_calls_of_a_conversation_share_its_full_blocks_and_copy_the_last():
 def test_kept_conversations_give_way_to_requests_the_one_unused_longest_first():
     ledger = KvLedger(4, 1, KeptPrefixes(4))
     for name in "ab":
-        grant = ledger.grant(name, ids(1), 1)
+        grant = ledger.grant(name, ids(1), 1, {})
         assert grant is not None
         ledger.keep(name, ids(1), grant.blocks)
-    assert ledger.covered("a", ids(1, 2)) == 1, "which uses it"
-    assert ledger.grant(None, ids(1, 2, 3), 3) is not None
-    assert (ledger.covered("a", ids(1, 2)), ledger.covered("b", ids(1, 2))) == (1, 0)
-    assert ledger.grant(None, ids(1, 2), 2) is None
+    assert ledger.covered("a", ids(1, 2), {}) == 1, "which uses it"
+    assert ledger.grant(None, ids(1, 2, 3), 3, {}) is not None
+    assert (ledger.covered("a", ids(1, 2), {}), ledger.covered("b", ids(1, 2), {})) == (1, 0)
+    assert ledger.grant(None, ids(1, 2), 2, {}) is None
     assert ledger.free == 1
+
+
+def test_prompts_share_prefixes_of_whole_strides_and_equal_ones_all_but_the_last_token():
+    prompt = ids(*range(3 * STRIDE + 3))
+    keys = prefix_keys(prompt)
+    assert list(keys.values()) == [STRIDE, 2 * STRIDE, 3 * STRIDE, len(prompt) - 1]
+    others = {
+        "equal": (prompt, len(prompt) - 1),
+        "another last token": (ids(*prompt[:-1], 99), len(prompt) - 1),
+        "longer": (ids(*prompt, 5, 6), 3 * STRIDE),
+        "parts within a stride": (ids(*prompt[:STRIDE], 99, *prompt[STRIDE + 1 :]), STRIDE),
+        "apart from the first token": (ids(99, *prompt[1:]), 0),
+    }
+    found = {name: longest(prefix_keys(other), keys)[1] for name, (other, _) in others.items()}
+    assert found == {name: length for name, (_, length) in others.items()}
+
+
+def test_a_prompt_is_shared_until_the_last_of_those_who_hold_it_is_gone():
+    ledger, prompt = KvLedger(16, 4, KeptPrefixes(0)), ids(*range(11))
+    keys = prefix_keys(prompt)
+    first = ledger.grant(None, prompt, 12, keys)
+    assert first is not None
+    ledger.share(keys, tuple(first.blocks))
+    second = ledger.grant(None, prompt, 12, keys)
+    assert second is not None
+    assert (second.reused, second.copy) == (10, (first.blocks[2], second.blocks[2]))
+    ledger.share(keys, tuple(second.blocks))
+    ledger.release(first.blocks)
+    assert ledger.covered(None, prompt, keys) == 10, "the second has it all"
+    ledger.release(second.blocks)
+    assert ledger.covered(None, prompt, keys) == 0
+    assert ledger.free == 16

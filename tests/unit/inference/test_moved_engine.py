@@ -203,6 +203,38 @@ def test_requests_whose_callers_have_left_do_not_hinder_it_and_stray_aborts_do_n
     policies.thread.close()
 
 
+def test_an_abort_that_comes_as_the_last_pass_ends_is_waited_for_too() -> None:
+    policies = Policies({SOLVER: tiny.qwen3, WRITER: tiny.llama}, same=False)
+
+    async def scenario() -> None:
+        await policies.publish(WRITER, 2)
+        engine = policies.engine(SOLVER)
+        last = asyncio.ensure_future(anext(engine.generate([tiny.request("left", max_tokens=80)])))
+        while not (await engine.usage()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        last.cancel()
+        await asyncio.wait([last])
+        found: list[asyncio.Task[None]] = []
+
+        async def abort() -> None:
+            await engine.abort(["never seen"])
+            found.append(pump())
+
+        def pump() -> asyncio.Task[None]:
+            assert engine._pump_task is not None
+            return engine._pump_task
+
+        pump().add_done_callback(lambda _: asyncio.ensure_future(abort()))
+        await engine.load_weights(WRITER, FIRST)
+        assert found, "the witness"
+        assert found[0].done()
+        assert found[0].exception() is None
+        await engine.close()
+
+    asyncio.run(scenario())
+    policies.thread.close()
+
+
 def test_an_engine_that_cannot_become_it_is_lost_and_says_so() -> None:
     def broken() -> PreTrainedModel:
         raise RuntimeError("no room on the device")

@@ -36,7 +36,7 @@ from flexmarl.inference.backends.embedded.kv_cache import (
 from flexmarl.inference.backends.embedded.sampler import Decode, SamplingRows, StopWatch, sample, uniforms
 from flexmarl.inference.backends.embedded.weights import AdaptedWeights, GivenUp, swap_weights, without_ties
 from flexmarl.inference.interface import FIRST_VERSION
-from flexmarl.inference.kv_ledger import Grant, Kept, KeptPrefixes, KvLedger
+from flexmarl.inference.kv_ledger import STRIDE, Grant, KeptPrefixes, KvLedger, longest, prefix_keys
 from flexmarl.inference.settings import KV_SHARE, EmbeddedSettings
 from flexmarl.objects.interface import Checksum, PublishedAdapter, TensorTree, confirms
 from flexmarl.objects.settings import Verify
@@ -88,8 +88,8 @@ class _Work:
     versions: list[VersionRun]
     """Empty until its first row."""
     reused: int = 0
-    postponed: bool = False
-    """It has waited a step for another request that computes its prompt."""
+    awaited: int = 0
+    """Tokens of its prompt for which it has waited a step, as another request computed them."""
     known: Sequence[int] = ()
     """Tokens that it begins with, whatever is drawn; they are no part of its Generation."""
     streamed: int = 0
@@ -218,8 +218,6 @@ class EngineCore:
         self._stops = StopWatch(self._vocabulary, decode)
         self._rows = _Rows(num_rows, settings.max_len, self._ledger.blocks_for(settings.max_len))
         self._sharing = settings.prefix_reuse and not deterministic
-        self._prompts: dict[bytes, Kept] = {}
-        """Prompts of running requests, computed with the present weights, and the blocks of the last that has each."""
         self._running: list[_Work] = []
         self._waiting: deque[_Work] = deque()
         self._added = self._preempted = 0
@@ -343,7 +341,6 @@ class EngineCore:
 
     def _serve(self, version: Version) -> None:
         self._ledger.forget()
-        self._prompts.clear()
         self.version = version
         for row, run in enumerate(self._running):
             run.mark(int(self._rows.count[row]), version)
@@ -368,7 +365,6 @@ class EngineCore:
         if self.asleep:
             return
         self._ledger.forget()
-        self._prompts.clear()
         self._cache.set_aside(self._ledger.held())
         if give_up and self._whole is not None:
             self._given_up = GivenUp(self._model)
@@ -480,7 +476,6 @@ class EngineCore:
     def _preempt(self, row: int) -> None:
         """Takes the row's blocks; its request waits before all others, which are younger."""
         work = self._running[row]
-        self._stop_sharing(work)
         work.sampled = self._rows.sampled(row)
         self._ledger.release(work.blocks)
         work.blocks = []
@@ -492,46 +487,42 @@ class EngineCore:
         """Gives rows to the requests that have waited longest, within slots, blocks and the prefill budget."""
         joiners: list[Joiner] = []
         copies: list[tuple[int, int]] = []
-        computed, later = dict[bytes, Kept](), list[_Work]()
+        computed, later = dict[bytes, int](), list[_Work]()
+        held: list[tuple[dict[bytes, int], Sequence[int]]] = []
         width = 0
         while self._waiting and len(self._running) < self._settings.slots:
             work = self._waiting[0]
             tokens, conversation = work.tokens, work.request.conversation
-            prompt = tokens.tobytes()
-            running = self._prompts.get(prompt)
-            if running is None and prompt in computed and not work.postponed:
-                work.postponed = True
+            keys = prefix_keys(tokens) if self._sharing else {}
+            covered = self._ledger.covered(conversation, tokens, keys)
+            _, soon = longest(keys, computed)
+            if soon >= max(covered, work.awaited) + STRIDE:
+                work.awaited = soon
                 later.append(self._waiting.popleft())
                 continue
-            covered = len(tokens) - 1 if running is not None else self._ledger.covered(conversation, tokens)
             width = max(width, len(tokens) - covered)
             if joiners and width * (len(joiners) + 1) > self._settings.prefill_tokens:
                 break
             # A block is spared for each row, so that a joiner is not preempted by the next blocks of the others.
             most = len(work.request.prompt_ids) + self._limit(work.request) - 1
             positions = most if self._deterministic else min(len(tokens) + 1, most)
-            grant = self._ledger.grant(conversation, tokens, positions, spare=len(self._running), running=running)
+            grant = self._ledger.grant(conversation, tokens, positions, keys, spare=len(self._running))
             if grant is None:
                 break
             self._waiting.popleft()
             copies += () if grant.copy is None else (grant.copy,)
             joiners.append(Joiner(len(self._running), grant.reused, tokens))
             self._seat(work, grant)
-            if self._sharing:
-                computed[prompt] = Kept(tokens, work.blocks)
+            computed |= keys
+            held.append((keys, tuple(work.blocks)))
         self._waiting.extendleft(reversed(later))
-        self._prompts |= computed
         if joiners:
             self._cache.reserve(self._ledger.top)
             self._cache.copy(copies)
+            for keys, blocks in held:
+                self._ledger.share(keys, blocks)
             self._plain = self._rows.sampling(slice(0, len(self._running))).plain
         return joiners
-
-    def _stop_sharing(self, work: _Work) -> None:
-        """The blocks of a request that leaves are no longer found by its prompt."""
-        prompt = work.tokens.tobytes()
-        if (held := self._prompts.get(prompt)) is not None and held.blocks is work.blocks:
-            del self._prompts[prompt]
 
     def _seat(self, work: _Work, grant: Grant) -> None:
         rows, request, row = self._rows, work.request, len(self._running)
@@ -582,7 +573,6 @@ class EngineCore:
 
     def _finish(self, row: int, finish: FinishReason, error: str) -> Generation:
         work, sampled = self._running[row], self._rows.sampled(row)
-        self._stop_sharing(work)
         conversation, keeps = work.request.conversation, len(work.versions) == 1 and not self.asleep
         if finish is FinishReason.ERROR:
             self._cache.clear(self._ledger.release(work.blocks))

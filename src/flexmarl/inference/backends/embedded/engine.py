@@ -227,7 +227,7 @@ class EmbeddedEngine:
             )
         tree = await self._store.get(weights_key(policy, version))
         same = self._architecture == parts.architecture != "" and self._settings == settings
-        if self._pump_task is not None and not self._callers.waiting:  # What its callers have left is being aborted.
+        while self._pump_task and not self._pump_task.done() and not self._callers.waiting:  # It aborts what was left.
             await asyncio.wait([self._pump_task])
         if self._callers.waiting or not core.idle:
             raise EngineError(f"this engine has requests of '{self._policy}'; they must end first")
