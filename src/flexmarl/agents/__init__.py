@@ -8,20 +8,5 @@ from flexmarl.agents.spec import Level, TeamSpec
 from flexmarl.agents.team import Team, Workflow, workflow
 from flexmarl.plugins import load_code
 
-__all__ = [
-    "ChatRenderer",
-    "EpisodeContext",
-    "Generate",
-    "Level",
-    "NoRecorder",
-    "Recorder",
-    "Reply",
-    "Seat",
-    "Team",
-    "TeamSpec",
-    "ToolUse",
-    "Workflow",
-    "load_code",
-    "parser",
-    "workflow",
-]
+__all__ = ["ChatRenderer", "EpisodeContext", "Generate", "Level", "NoRecorder", "Recorder", "Reply", "Seat", "Team"]
+__all__ += ["TeamSpec", "ToolUse", "Workflow", "load_code", "parser", "workflow"]

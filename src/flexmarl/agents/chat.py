@@ -370,18 +370,8 @@ def results_in(messages: Sequence[Message]) -> int:
     return sum(message.role == "tool" for message in messages)
 
 
-__all__ = [
-    "ChatOptions",
-    "ChatRenderer",
-    "Message",
-    "Prompt",
-    "Role",
-    "SaidCall",
-    "holds_thought",
-    "results_in",
-    "spoken_from",
-    "thought_opened",
-]
+__all__ = ["ChatOptions", "ChatRenderer", "Message", "Prompt", "Role", "SaidCall", "holds_thought", "results_in"]
+__all__ += ["spoken_from", "thought_opened"]
 
 
 _NO_IDS: IntArray = np.zeros(0, dtype=np.int32)

@@ -7,18 +7,5 @@ from flexmarl.credit.rows import credit_rows
 from flexmarl.credit.settings import CreditSettings
 from flexmarl.credit.shaping import term
 
-__all__ = [
-    "AgentReport",
-    "AnyEstimator",
-    "Credit",
-    "CreditRow",
-    "CreditSettings",
-    "ESTIMATORS",
-    "Estimator",
-    "FilterDecision",
-    "Needs",
-    "OutcomeFilter",
-    "credit_rows",
-    "estimator",
-    "term",
-]
+__all__ = ["AgentReport", "AnyEstimator", "Credit", "CreditRow", "CreditSettings", "ESTIMATORS", "Estimator"]
+__all__ += ["FilterDecision", "Needs", "OutcomeFilter", "credit_rows", "estimator", "term"]

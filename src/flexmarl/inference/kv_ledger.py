@@ -12,14 +12,13 @@ When no block is free, kept conversations give theirs back, the one unused longe
 
 import heapq
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
 from flexmarl.records import IntArray
-
 
 STRIDE = 8
 """Prompts share prefixes of this many tokens, and of multiples of it; equal prompts all but the last token."""
@@ -58,7 +57,7 @@ def prefix_keys(prompt: IntArray) -> dict[bytes, int]:
     return keys
 
 
-def longest(keys: Mapping[bytes, int], among: Container[bytes]) -> tuple[bytes, int]:
+def longest(keys: dict[bytes, int], among: Container[bytes]) -> tuple[bytes, int]:
     """The key of the longest prefix that is `among` these, and its length; 0 if none is."""
     return next(((key, length) for key, length in reversed(keys.items()) if key in among), (b"", 0))
 
@@ -143,21 +142,21 @@ class KvLedger:
         """Number of blocks that this many positions take."""
         return -(-positions // self.size)
 
-    def covered(self, conversation: str | None, ids: IntArray, keys: Mapping[bytes, int]) -> int:
+    def covered(self, conversation: str | None, ids: IntArray, keys: dict[bytes, int]) -> int:
         """Number of a prompt's tokens that blocks of its conversation cover, or shared ones by its `prefix_keys`."""
         return self._found(conversation, ids, keys)[1]
 
-    def _found(self, conversation: str | None, ids: IntArray, keys: Mapping[bytes, int]) -> tuple[Kept, int]:
+    def _found(self, conversation: str | None, ids: IntArray, keys: dict[bytes, int]) -> tuple[Kept, int]:
         own, shared = self._kept.find(conversation, ids) or (Kept(ids), 0), longest(keys, self._shared)
         return own if shared[1] <= own[1] else (Kept(ids, self._shared[shared[0]]), shared[1])
 
-    def share(self, keys: Mapping[bytes, int], blocks: Sequence[int]) -> None:
+    def share(self, keys: dict[bytes, int], blocks: Sequence[int]) -> None:
         """Shares the prefixes of a prompt that is in these blocks."""
         for key, length in keys.items():
             self._shared[key] = self._ends[blocks[(length - 1) // self.size]][key] = blocks
 
     def grant(
-        self, conversation: str | None, ids: IntArray, positions: int, keys: Mapping[bytes, int], *, spare: int = 0
+        self, conversation: str | None, ids: IntArray, positions: int, keys: dict[bytes, int], *, spare: int = 0
     ) -> Grant | None:
         """Blocks for `positions` positions of a request with these tokens; None if fewer than `spare` would be left.
 

@@ -25,16 +25,8 @@ from flexmarl.simulator.modelled_engine import ModelledEngine
 from flexmarl.simulator.replies import Responder
 from flexmarl.testing.engine_checks import check_frozen_engine, check_inference_engine
 
-__all__ = [
-    "FrozenEngine",
-    "Script",
-    "ScriptedEngine",
-    "check_frozen_engine",
-    "check_inference_engine",
-    "scripted_logprob",
-    "utf8_ids",
-    "utf8_text",
-]
+__all__ = ["FrozenEngine", "Script", "ScriptedEngine", "check_frozen_engine", "check_inference_engine"]
+__all__ += ["scripted_logprob", "utf8_ids", "utf8_text"]
 
 Script = Callable[[GenerationRequest], str | Sequence[int]]
 """request -> the engine's answer before stops apply: text (encoded by the engine's `encode`) or ids."""

@@ -254,11 +254,5 @@ CorrectionSettings = Annotated[
     NoCorrection | TruncatedImportanceSampling | IcePop | MultiLevelImportanceSampling, Field(discriminator="type")
 ]
 
-__all__ = [
-    "Correction",
-    "CorrectionSettings",
-    "IcePop",
-    "MultiLevelImportanceSampling",
-    "NoCorrection",
-    "TruncatedImportanceSampling",
-]
+__all__ = ["Correction", "CorrectionSettings", "IcePop", "MultiLevelImportanceSampling", "NoCorrection"]
+__all__ += ["TruncatedImportanceSampling"]

@@ -260,16 +260,5 @@ loss = LOSSES.register
 LossSettings = Annotated[PolicyLoss, LOSSES]
 """Settings field of any loss in the table, chosen by its `type`."""
 
-__all__ = [
-    "Cispo",
-    "Gmpo",
-    "GpgLoss",
-    "Gspo",
-    "LOSSES",
-    "LossSettings",
-    "PolicyLoss",
-    "Ppo",
-    "ReinforceLoss",
-    "Sapo",
-    "loss",
-]
+__all__ = ["Cispo", "Gmpo", "GpgLoss", "Gspo", "LOSSES", "LossSettings", "PolicyLoss", "Ppo", "ReinforceLoss", "Sapo"]
+__all__ += ["loss"]

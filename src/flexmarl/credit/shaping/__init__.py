@@ -45,15 +45,5 @@ AnyTerm = Annotated[OutcomeTerm | AddedTerm, SHAPING]
 Terms = Annotated[tuple[AnyTerm, ...], AfterValidator(check_terms)]
 """Settings field of several terms that go together."""
 
-__all__ = [
-    "SHAPING",
-    "AddedTerm",
-    "AnyTerm",
-    "OutcomeTerm",
-    "RowOutcome",
-    "Sees",
-    "Terms",
-    "check_terms",
-    "shape",
-    "term",
-]
+__all__ = ["SHAPING", "AddedTerm", "AnyTerm", "OutcomeTerm", "RowOutcome", "Sees", "Terms", "check_terms", "shape"]
+__all__ += ["term"]

@@ -181,7 +181,7 @@ class _Piecewise(torch.autograd.Function):
 
 
 def _gradients(*given: Any, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query, key and value, `given` their gradient's output, themselves, output, log-sum and scale."""
+    """Gradients of query, key and value. `given`: the output's gradient, the three, output, log-sum and scale."""
     *tensors, logsum, scale = given
     precise = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[2].shape[2] < FEW_KEYS:
