@@ -1,6 +1,7 @@
 """What all tests share: one torch thread, one limit of time, and one small run per process."""
 
 import faulthandler
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,16 @@ torch.set_num_threads(1)
 # On a busy machine an example takes as long as it takes.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+
+# What is imported stays, and need not be searched for garbage again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage again, but not among the tests and all that they import."""
+    gc.freeze()
+    gc.enable()
 
 
 # The only limit of time on the clock that tests have. No test comes near it, on however busy a machine.
