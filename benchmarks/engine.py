@@ -5,6 +5,7 @@ One model of 0.8M parameters (Qwen3 type, random weights), the same prompts, sam
     uniform    256 requests of 64 tokens, 64 slots; static batches of 64
     skewed     256 requests, 64 slots, lognormal lengths, the longest 10 times the median; static batches of 64 in
                arrival order, each until its longest is done, of which only the wanted tokens count
+    alike      256 requests of 64 tokens behind one system prompt of 256; apart, each has other tokens in its place
 
 The engine runs behind its async interface and device thread, logprobs of both kinds included; the others return ids.
 """
@@ -27,7 +28,7 @@ from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.records import FinishReason, GenerationRequest, PolicyName, Sampling
 from flexmarl.training.backends.causal_lm import use_onednn
 
-VOCABULARY, PROMPT, REQUESTS, SLOTS, UNIFORM = 100, 16, 256, 64, 64
+VOCABULARY, PROMPT, REQUESTS, SLOTS, UNIFORM, SYSTEM = 100, 16, 256, 64, 64, 256
 LONGEST_BY_MEDIAN = 10.0
 WANTED = {"vs_generate_batch": 10.0, "vs_static_uniform": 0.9, "vs_static_skewed": 3.0}
 POLICY = PolicyName("solver")
@@ -64,8 +65,10 @@ class Contenders:
         )
         self.round = 0
 
-    async def embedded(self, lengths: np.ndarray) -> int:
+    async def embedded(self, lengths: np.ndarray, heads: np.ndarray | None = None) -> int:
+        """`heads`: tokens before each prompt."""
         self.round += 1
+        prompts = self.prompts if heads is None else np.hstack([heads, self.prompts])
         requests = [
             GenerationRequest(
                 request_id=f"{self.round}/{index}",
@@ -74,7 +77,7 @@ class Contenders:
                 sampling=Sampling(max_tokens=int(length)),
                 seed=index,
             )
-            for index, (prompt, length) in enumerate(zip(self.prompts, lengths, strict=True))
+            for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
         done = [generation async for generation in answers_of(self.engine, requests)]
         assert all(generation.finish is FinishReason.LENGTH for generation in done)
@@ -117,6 +120,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     contenders = Contenders(rng.integers(1, VOCABULARY, (REQUESTS, PROMPT)))
     uniform, skewed = np.full(REQUESTS, UNIFORM), skewed_lengths(rng)
+    apart = rng.integers(1, VOCABULARY, (REQUESTS, SYSTEM))
+    alike = np.repeat(apart[:1], REQUESTS, 0)
     with asyncio.Runner() as loop:
         rates = interleaved(
             {
@@ -124,6 +129,8 @@ def main() -> None:
                 "static generate, uniform": lambda: contenders.static(uniform),
                 "embedded, skewed": lambda: loop.run(contenders.embedded(skewed)),
                 "static generate, skewed": lambda: contenders.static(skewed),
+                "embedded, alike": lambda: loop.run(contenders.embedded(uniform, alike)),
+                "embedded, apart": lambda: loop.run(contenders.embedded(uniform, apart)),
                 "generate_batch, uniform": lambda: contenders.generate_batch(UNIFORM, None),
                 "generate_batch, small cache": lambda: contenders.generate_batch(UNIFORM, 0.1),
             },
@@ -136,6 +143,7 @@ def main() -> None:
         "vs_generate_batch_small_cache": median_ratio(rates, "embedded, uniform", "generate_batch, small cache"),
         "vs_static_uniform": median_ratio(rates, "embedded, uniform", "static generate, uniform"),
         "vs_static_skewed": median_ratio(rates, "embedded, skewed", "static generate, skewed"),
+        "alike_vs_apart": median_ratio(rates, "embedded, alike", "embedded, apart"),
     }
     rows = [
         (name, f"{statistics.median(runs):.0f}", f"{min(runs):.0f}", f"{max(runs):.0f}", str(len(runs)))
