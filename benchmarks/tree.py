@@ -5,7 +5,8 @@
 Each contender does what the trainer does with a micro-batch: plans its passes, and for each one forward, PPO loss and
 backward. Rows go as well as they can: of like length together, padded, on causal SDPA. `auto` is the setting's
 default, `tree` is `on`. The bound is how many fewer operations a tree takes, the vocabulary's layer aside; lengths are
-a tenth of those described, and so the model is small: 2 layers, width 256.
+a tenth of those described, and so the model is small: 2 layers, width 256. `own_type`, with `--dtype bfloat16`: the time
+of a tree whose attention goes backward in that type alone, by that of `on`, which does so in float32 where keys are few.
 """
 
 import statistics
@@ -23,6 +24,7 @@ from flexmarl.training.backends.forward import plan, predict, run
 from flexmarl.training.backends.objective import Objective
 from flexmarl.training.batching import pad, plan_passes
 from flexmarl.training.settings import TrainingSettings
+from flexmarl.training.tree import kernels
 from flexmarl.training.tree.attention import use_prefix_trees
 from flexmarl.training.tree.cost import ModelShape
 
@@ -42,7 +44,7 @@ HELPS = 3.0
 """Shares of the bound count where it is at least this."""
 
 
-def small_model() -> PreTrainedModel:
+def small_model(dtype: torch.dtype) -> PreTrainedModel:
     """Qwen3-type, 1.7M parameters, 12 d^2 of them per layer."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -56,7 +58,7 @@ def small_model() -> PreTrainedModel:
         max_position_embeddings=65536,
         tie_word_embeddings=True,
     )
-    model = Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config).to(dtype)
     use_onednn(model)
     prepare_for_training(model, activation_checkpointing=False)
     return model
@@ -91,6 +93,17 @@ def trained(model: PreTrainedModel, samples: list[Sample], tree: str, shape: Mod
     return once
 
 
+def in_its_own_type(once: Callable[[], None]) -> Callable[[], None]:
+    """The same without float32 in the attention's backward."""
+
+    def changed() -> None:
+        few, kernels.FEW_KEYS = kernels.FEW_KEYS, 0
+        once()
+        kernels.FEW_KEYS = few
+
+    return changed
+
+
 def trained_stitched(model: PreTrainedModel, work: Workload) -> Callable[[], None]:
     """The same tokens, calls that continue one another as one row; a loss of the same cost."""
 
@@ -109,6 +122,7 @@ def trained_stitched(model: PreTrainedModel, work: Workload) -> Callable[[], Non
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--scale", type=float, default=0.1, help="of all lengths (default 0.1)")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     options.add_argument("--only", nargs="*", help="names of workloads (default: all)")
     options.add_argument(
         "--cpu-time", action="store_true", help="count this process's CPU time: for busy machines, with --threads 1"
@@ -116,7 +130,7 @@ def main() -> None:
     chosen = options.parse_args()
     clock = time.process_time if chosen.cpu_time else time.perf_counter
     torch.set_num_threads(chosen.threads)
-    model = small_model()
+    model = small_model(getattr(torch, chosen.dtype))
     shape = use_prefix_trees(model, "on")
     assert shape is not None, "trees were asked for"
     figures, lines, shares, worst = {}, [], [], []
@@ -127,6 +141,8 @@ def main() -> None:
         contenders = {tree: trained(model, samples, tree, shape) for tree in ("auto", "on")}
         contenders["rows"] = trained(model, samples, "off", None)
         contenders["stitched"] = trained_stitched(model, work)
+        if chosen.dtype == "bfloat16":
+            contenders["own type"] = in_its_own_type(contenders["on"])
         contenders = {name: timed(contender, clock) for name, contender in contenders.items()}
         rates = interleaved_rates(contenders, chosen.repeats)
         ratio = {name: median_ratio(rates, name, "rows") for name in contenders}
@@ -139,6 +155,8 @@ def main() -> None:
         bound = naive.operations(**sizes) / least.operations(**sizes)
         share = ratio["auto"] / bound
         figures[work.name] = ratio["auto"]
+        if "own type" in rates:
+            figures[f"own_type/{work.name}"] = median_ratio(rates, "on", "own type")
         worst.append(ratio["auto"])
         if bound >= HELPS:
             shares.append(share)
