@@ -58,6 +58,7 @@ class InprocResident(Generic[T]):
         self._host = Host()
         self._remote: Any = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._hangs = False
         self._work_under_way: set[asyncio.Task[bytes]] = set()
 
     @property
@@ -124,6 +125,10 @@ class InprocResident(Generic[T]):
         """A fault: ends it as a crash would. Its work under way is cancelled, and the loss is reported."""
         self.end(f"died: {because}", because)
 
+    def hang(self) -> None:
+        """A fault: from now on no call returns."""
+        self._hangs = True
+
     def end(self, how: str, because: str) -> None:
         """Ends it, unless it has ended. `because` is empty if this is not a loss."""
         if self.alive:
@@ -137,6 +142,8 @@ class InprocResident(Generic[T]):
         own = getattr(self._host, method, None)
         reply = await (own(arguments) if own else self._host.call_method(method, arguments))
         await asyncio.sleep(self._latency_s)
+        if self._hangs:
+            await asyncio.Event().wait()
         return reply
 
 
