@@ -111,7 +111,7 @@ def _compiled() -> Callable[..., object]:
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FEW_KEYS = 256
-"""With fewer keys the backward of a 16-bit type takes longer than that of float32, up to ten times as long."""
+"""With fewer keys torch's backward of a 16-bit type takes longer than that of float32 (`benchmarks/tree.py`)."""
 
 
 class PiecewiseAttention:
