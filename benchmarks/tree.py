@@ -5,8 +5,8 @@
 Each contender does what the trainer does with a micro-batch: plans its passes, and for each one forward, PPO loss and
 backward. Rows go as well as they can: of like length together, padded, on causal SDPA. `auto` is the setting's
 default, `tree` is `on`. The bound is how many fewer operations a tree takes, the vocabulary's layer aside; lengths are
-a tenth of those described, and so the model is small: 2 layers, width 256. `own_type`, with `--dtype bfloat16`: the time
-of a tree whose attention goes backward in that type alone, by that of `on`, which does so in float32 where keys are few.
+a tenth of those described, and so the model is small: 2 layers, width 256. `own_type`, with `--dtype bfloat16`: time
+of a tree whose attention goes backward in that type alone, by that of `on`, which takes float32 where keys are few.
 """
 
 import statistics
@@ -58,7 +58,8 @@ def small_model(dtype: torch.dtype) -> PreTrainedModel:
         max_position_embeddings=65536,
         tie_word_embeddings=True,
     )
-    model = Qwen3ForCausalLM(config).to(dtype)
+    model = Qwen3ForCausalLM(config)
+    model.to(dtype)  # pyright: ignore[reportArgumentType] - its annotations lose `self`
     use_onednn(model)
     prepare_for_training(model, activation_checkpointing=False)
     return model
