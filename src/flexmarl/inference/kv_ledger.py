@@ -49,7 +49,7 @@ def prefix_keys(prompt: IntArray) -> dict[bytes, int]:
     >>> list(prefix_keys(np.arange(20)).values()), prefix_keys(np.arange(1))
     ([8, 16, 19], {})
     """
-    keys, key = dict[bytes, int](), b""
+    keys, key, prompt = dict[bytes, int](), b"", np.asarray(prompt, np.int32)
     for start in range(0, len(prompt) - 1, STRIDE):
         end = min(start + STRIDE, len(prompt) - 1)
         key = blake2b(key + prompt[start:end].tobytes(), digest_size=16).digest()
@@ -128,9 +128,9 @@ class KvLedger:
         self._kept = kept
         self._free = list(range(first, first + number))
         self._holders: Counter[int] = Counter()
-        self._shared: dict[bytes, Sequence[int]] = {}
-        """Blocks of the newest prompt that has each prefix, by its key."""
-        self._ends: dict[int, dict[bytes, Sequence[int]]] = defaultdict(dict)
+        self._shared: dict[bytes, dict[int, Sequence[int]]] = {}
+        """By the key of a prefix and the block in which it ends: the blocks of a prompt that has it."""
+        self._ends: dict[int, set[bytes]] = defaultdict(set)
         """By block, the shared prefixes that end in it."""
 
     @property
@@ -148,12 +148,14 @@ class KvLedger:
 
     def _found(self, conversation: str | None, ids: IntArray, keys: dict[bytes, int]) -> tuple[Kept, int]:
         own, shared = self._kept.find(conversation, ids) or (Kept(ids), 0), longest(keys, self._shared)
-        return own if shared[1] <= own[1] else (Kept(ids, self._shared[shared[0]]), shared[1])
+        return own if shared[1] <= own[1] else (Kept(ids, next(iter(self._shared[shared[0]].values()))), shared[1])
 
     def share(self, keys: dict[bytes, int], blocks: Sequence[int]) -> None:
         """Shares the prefixes of a prompt that is in these blocks."""
         for key, length in keys.items():
-            self._shared[key] = self._ends[blocks[(length - 1) // self.size]][key] = blocks
+            end = blocks[(length - 1) // self.size]
+            self._shared.setdefault(key, {})[end] = blocks
+            self._ends[end].add(key)
 
     def grant(
         self, conversation: str | None, ids: IntArray, positions: int, keys: dict[bytes, int], *, spare: int = 0
@@ -193,8 +195,9 @@ class KvLedger:
         return freed
 
     def _stop_sharing(self, block: int) -> None:
-        for key, blocks in self._ends.pop(block, {}).items():
-            if self._shared.get(key) is blocks:
+        for key in self._ends.pop(block, ()):
+            del self._shared[key][block]
+            if not self._shared[key]:
                 del self._shared[key]
 
     def keep(self, conversation: str, ids: IntArray, blocks: Sequence[int]) -> None:

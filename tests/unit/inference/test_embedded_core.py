@@ -207,17 +207,39 @@ def test_prompts_of_requests_that_end_at_once_wait_for_one_step_only():
     assert [len(core.step()) for _ in range(2)] == [1, 7]
 
 
-def test_a_request_that_waits_for_its_prompt_keeps_its_place_in_the_line():
+def test_a_request_that_waits_for_its_prompt_keeps_its_place_in_the_line_and_a_slot():
     core = EngineCore(tiny.qwen3(), tiny.settings(slots=2))
-    for name, prompt, tokens in (("first", 7, 9), ("same", 7, 9), ("short", 8, 1), ("last", 9, 9)):
+    for name, prompt, tokens in (("first", 7, 9), ("same", 7, 2), ("long", 8, 9), ("last", 9, 9)):
         core.add(request(name, [prompt] * 20, max_tokens=tokens))
-    assert [answer.request_id for answer in core.step()] == ["short"]
+    core.step()
+    assert core.use().running == 1
+    assert [answer.request_id for _ in range(2) for answer in core.step()] == ["same"]
     core.step()
     assert {answer.request_id: len(answer.response_ids) for answer in core.abort()} == {
-        "first": 2,
-        "same": 1,
+        "first": 4,
+        "long": 1,
         "last": 0,
     }
+
+
+def test_prompts_that_go_on_from_one_another_wait_for_two_steps_at_most():
+    core = EngineCore(tiny.qwen3(), tiny.settings(slots=20))
+    for index in range(1, 10):
+        core.add(request(index, [3] * (4 * index + 1), max_tokens=9))
+    running = [(core.step(), core.use().running)[1] for _ in range(3)]
+    assert running[0] < 9
+    assert running[-1] == 9
+
+
+def test_prompts_are_the_same_by_their_numbers_whatever_holds_them():
+    wide = np.array([5, 6, 7, 8, 3])
+    core = EngineCore(tiny.qwen3(), tiny.settings())
+    core.add(request("narrow", wide.view(np.int32), max_tokens=9))
+    core.step()
+    asked = replace(request("wide", [0]), prompt_ids=wide)
+    answers = run(core, [asked])
+    assert answers["wide"].reused_tokens == 0
+    assert worst(tiny.qwen3(), [asked], {"wide": answers["wide"]})[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("end", ["load", "sleep", "reuse", "deterministic"])

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import settings as law
 from hypothesis import strategies as st
@@ -250,18 +251,19 @@ def test_prompts_share_prefixes_of_whole_strides_and_equal_ones_all_but_the_last
     assert found == {name: length for name, (_, length) in others.items()}
 
 
-def test_a_prompt_is_shared_until_the_last_of_those_who_hold_it_is_gone():
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_prompt_is_shared_until_the_last_of_those_who_hold_it_is_gone(gone: int):
     ledger, prompt = KvLedger(16, 4, KeptPrefixes(0)), ids(*range(11))
-    keys = prefix_keys(prompt)
-    first = ledger.grant(None, prompt, 12, keys)
-    assert first is not None
-    ledger.share(keys, tuple(first.blocks))
-    second = ledger.grant(None, prompt, 12, keys)
-    assert second is not None
-    assert (second.reused, second.copy) == (10, (first.blocks[2], second.blocks[2]))
-    ledger.share(keys, tuple(second.blocks))
-    ledger.release(first.blocks)
-    assert ledger.covered(None, prompt, keys) == 10, "the second has it all"
-    ledger.release(second.blocks)
+    keys, held = prefix_keys(prompt), []
+    for reused in (0, 10):
+        grant = ledger.grant(None, prompt, 12, keys)
+        assert grant is not None
+        assert grant.reused == reused
+        ledger.share(keys, tuple(grant.blocks))
+        held.append(grant.blocks)
+    assert held[0][2] != held[1][2], "the second has copied the block in which the prompt ends"
+    ledger.release(held[gone])
+    assert ledger.covered(None, prompt, keys) == 10
+    ledger.release(held[1 - gone])
     assert ledger.covered(None, prompt, keys) == 0
     assert ledger.free == 16

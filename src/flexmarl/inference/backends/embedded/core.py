@@ -17,7 +17,7 @@ another instance sampled are fed one by one, as they were sampled: in the prompt
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -60,6 +60,9 @@ differently, so with 5 slots a request's last bits would depend on whether it ha
 
 GIB = 1 << 30
 
+_MOST_WAITS = 2
+"""One for a system prompt, one for the whole prompt of the group behind it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
@@ -88,8 +91,12 @@ class _Work:
     versions: list[VersionRun]
     """Empty until its first row."""
     reused: int = 0
+    keys: dict[bytes, int] = field(default_factory=dict)
+    """`prefix_keys` of its prompt, once they were asked for."""
+    waits: int = 0
+    """Steps that it has waited for another request that computed a part of its prompt."""
     awaited: int = 0
-    """Tokens of its prompt for which it has waited a step, as another request computed them."""
+    """Tokens of that part."""
     known: Sequence[int] = ()
     """Tokens that it begins with, whatever is drawn; they are no part of its Generation."""
     streamed: int = 0
@@ -488,16 +495,17 @@ class EngineCore:
         joiners: list[Joiner] = []
         copies: list[tuple[int, int]] = []
         computed, later = dict[bytes, int](), list[_Work]()
-        held: list[tuple[dict[bytes, int], Sequence[int]]] = []
         width = 0
-        while self._waiting and len(self._running) < self._settings.slots:
+        # Who waits for its prompt keeps a slot.
+        while self._waiting and len(self._running) + len(later) < self._settings.slots:
             work = self._waiting[0]
             tokens, conversation = work.tokens, work.request.conversation
-            keys = prefix_keys(tokens) if self._sharing else {}
-            covered = self._ledger.covered(conversation, tokens, keys)
-            _, soon = longest(keys, computed)
-            if soon >= max(covered, work.awaited) + STRIDE:
-                work.awaited = soon
+            if self._sharing and not work.keys:
+                work.keys = prefix_keys(work.request.prompt_ids)
+            covered = self._ledger.covered(conversation, tokens, work.keys)
+            _, soon = longest(work.keys, computed)
+            if soon >= max(covered, work.awaited) + STRIDE and work.waits < _MOST_WAITS:
+                work.waits, work.awaited = work.waits + 1, soon
                 later.append(self._waiting.popleft())
                 continue
             width = max(width, len(tokens) - covered)
@@ -506,21 +514,20 @@ class EngineCore:
             # A block is spared for each row, so that a joiner is not preempted by the next blocks of the others.
             most = len(work.request.prompt_ids) + self._limit(work.request) - 1
             positions = most if self._deterministic else min(len(tokens) + 1, most)
-            grant = self._ledger.grant(conversation, tokens, positions, keys, spare=len(self._running))
+            grant = self._ledger.grant(conversation, tokens, positions, work.keys, spare=len(self._running))
             if grant is None:
                 break
             self._waiting.popleft()
             copies += () if grant.copy is None else (grant.copy,)
             joiners.append(Joiner(len(self._running), grant.reused, tokens))
             self._seat(work, grant)
-            computed |= keys
-            held.append((keys, tuple(work.blocks)))
+            computed |= work.keys
         self._waiting.extendleft(reversed(later))
         if joiners:
             self._cache.reserve(self._ledger.top)
             self._cache.copy(copies)
-            for keys, blocks in held:
-                self._ledger.share(keys, blocks)
+            for work in self._running[-len(joiners) :]:
+                self._ledger.share(work.keys, tuple(work.blocks))
             self._plain = self._rows.sampling(slice(0, len(self._running))).plain
         return joiners
 
