@@ -6,7 +6,7 @@ A run is `flexmarl train` of an example's `cpu.yaml` in one process (`cluster.ba
 the default in place of what the example chose, or an alternative in place of the default. `control` is the math team
 that is paid what another attempt or verdict earned, on 1 024 held-out tasks: it should stay where it began.
 `relay_entropy` is the relay as it once was, with a bonus for entropy and with groups whose rewards are equal.
-`real_team` needs `make model`.
+`real_team` needs `make model`, and is in float32 on a CPU that has no instructions for bfloat16.
 
 All runs take hours. Each is kept as a line of `--kept` when it ends, so that runs can be added a few at a time, and
 those that are there are not run again; `--no-runs` prints the table of what is there.
@@ -32,6 +32,7 @@ from pathlib import Path
 from common import report
 from kept_runs import kept_in, play_all
 
+from flexmarl.cluster.torch_device import cpu_multiplies_bfloat16
 from flexmarl.events.run_folder import RunFolder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -104,6 +105,9 @@ class Cell:
         yield from VARIANTS.get(self.example, ("", ()))[1]
         if self.example == "real_team":
             yield "cluster.threads=1"  # Jobs with two threads each wait for one another's.
+            if not cpu_multiplies_bfloat16():
+                keys = (f"{name}.{part}" for name in POLICIES[self.example] for part in ("engine", "training"))
+                yield from (f"policies.{key}.dtype=float32" for key in keys)
         if self.change in TRAINING:
             yield from (f"policies.{name}.training.{TRAINING[self.change]}" for name in POLICIES[self.example])
         elif self.change in CREDIT:

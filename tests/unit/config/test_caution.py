@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from flexmarl.agents.settings import TeamSettings
 from flexmarl.cluster import torch_device
 from flexmarl.config import cautions, load_run
@@ -112,6 +115,23 @@ def test_the_example_of_opencode_sets_all_that_opencode_needs(monkeypatch):
     monkeypatch.setattr(torch_device, "cpu_multiplies_bfloat16", lambda: True)
     example = load_run(Path(__file__).parents[3] / "examples/black_box/opencode.yaml")
     assert cautions(example) == []
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "multiplies"),
+    [
+        ({"avx2": True}, False),
+        ({"avx512_f": True, "avx512_vl": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": True}, True),
+        ({"neon": True, "bf16": False}, False),
+        ({"neon": True, "bf16": True}, True),
+    ],
+)
+def test_a_cpu_multiplies_bfloat16_if_it_has_instructions_for_it(capabilities, multiplies, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert torch_device.cpu_multiplies_bfloat16() is multiplies
 
 
 def test_bfloat16_has_a_price_on_a_cpu_without_instructions_for_it(config, monkeypatch):
