@@ -106,7 +106,8 @@ class Host:
         The threads of an operation sleep while they wait for each other. By default they spin, on cores that the other
         residents of the machine need (benchmarks/shared_cores.py).
         """
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")  # The count may be a command's.
         sys.path.extend(folder for folder in path if folder not in sys.path)
         if threads is not None:
             os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))

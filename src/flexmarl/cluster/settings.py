@@ -35,8 +35,8 @@ class ClusterSettings(Settings):
         default=None,
         ge=1,
         description="CPU threads of one torch operation; null: all cores inline, one in each process of ray. In a "
-        "process of ray they sleep while they wait for each other; set OMP_WAIT_POLICY=PASSIVE for that inline, where "
-        "other programs compute on the same cores.",
+        "process of ray they sleep while they wait for each other, inline they spin for a moment first; the variable "
+        "OMP_WAIT_POLICY says otherwise: PASSIVE is best where other programs compute on the same cores all the time.",
     )
     address: str = Field(
         default="local",

@@ -7,18 +7,58 @@ import sys
 
 import pytest
 
+from flexmarl.__main__ import BRIEF_SPIN
 
-@pytest.mark.parametrize(("chosen", "expected"), [(None, 0), ("ACTIVE", 30_000_000_000)])
-def test_they_sleep_while_they_wait_unless_the_environment_says_otherwise(chosen: str | None, expected: int) -> None:
-    """By the number of turns that they spin; OpenMP's default is 300 000."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
-    resident = "from flexmarl.cluster.host import Host; Host(threads=2); import torch; print(torch.get_num_threads())"
+BRIEF = "GOMP_SPINCOUNT"
+
+
+RESIDENT = "from flexmarl.cluster.host import Host; Host(threads=2); import torch; print(torch.get_num_threads())"
+COMMAND = """
+import sys
+from flexmarl.__main__ import main
+sys.argv[1:] = ["--help"]
+try:
+    main()
+except SystemExit:
+    import torch
+"""
+ACTIVE = 30_000_000_000
+
+
+def spins(program: str, chosen: dict[str, str]) -> tuple[int, str]:
+    """Turns for which torch's threads spin with these variables, of 300 000 by default, and what the program prints."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", BRIEF)}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **chosen}
     done = subprocess.run(
-        [sys.executable, "-c", resident], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr) == [str(expected)]
-    assert done.stdout.strip() == "2"
+    (found,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    return int(found), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [({}, 0), ({BRIEF: BRIEF_SPIN}, 0), ({"OMP_WAIT_POLICY": "ACTIVE"}, ACTIVE)]
+)
+def test_they_sleep_while_they_wait_unless_the_environment_says_otherwise(
+    chosen: dict[str, str], expected: int
+) -> None:
+    """A command that starts residents leaves its own number of turns in their environment."""
+    assert spins(RESIDENT, chosen) == (expected, "2\n")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, int(BRIEF_SPIN)),
+        ({BRIEF: "7"}, 7),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, 0),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, ACTIVE),
+    ],
+)
+def test_those_of_a_command_spin_briefly_unless_the_environment_says_otherwise(
+    chosen: dict[str, str], expected: int
+) -> None:
+    assert spins(COMMAND, chosen)[0] == expected
 
 
 INLINE = """
