@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from flexmarl.config import RunSettings
 from flexmarl.config.run_settings import PolicySettings
 from flexmarl.events.machine import GIB
-from flexmarl.inference.backends.embedded.kv_cache import cached_numbers
+from flexmarl.inference.backends.embedded.kv_cache import attention_shape, cached_numbers
 from flexmarl.inference.settings import (
     VLLM_CPU_KV_GIB,
     VLLM_RANKS,
@@ -81,6 +81,8 @@ class ModelSize:
     """Bytes that a pass keeps of a token until its backward, the head aside."""
     cached: int
     """Numbers in the keys and values of one token."""
+    cached_layer: int
+    """The same of one layer."""
     adaptable: int
     """Numbers of an adapter of rank 1 for all layers that vLLM adapts: linear ones, and the embeddings."""
 
@@ -88,9 +90,9 @@ class ModelSize:
 def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
     """Counts a model on the device `meta`, which it prepares for training as the policy says."""
     training = policy.training
-    parameters, cached = sum(p.numel() for p in model.parameters()), 0
+    parameters, cached, layers = sum(p.numel() for p in model.parameters()), 0, 1
     if isinstance(policy.engine, EmbeddedSettings):
-        cached = cached_numbers(model)
+        cached, layers = cached_numbers(model), attention_shape(model)[0]
     head = model.get_output_embeddings()
     adaptable = sum(sum(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding))
     trained, has_adapter = parameters * policy.trainable, policy.trainable and training.lora is not None
@@ -106,6 +108,7 @@ def size_of(model: PreTrainedModel, policy: PolicySettings) -> ModelSize:
         is_linear=is_linear(head),
         token_bytes=_token_bytes(model, training) if policy.trainable else 0.0,
         cached=cached,
+        cached_layer=cached // layers,
         adaptable=adaptable,
     )
 
@@ -188,7 +191,7 @@ def parts(
     return sorted((part for part in total.values() if part.num_bytes), key=lambda part: -part.num_bytes)
 
 
-ASLEEP = ("engines' weights", "keys and values")
+ASLEEP = ("engines' weights", "keys and values", "a layer's keys and values")
 """Parts that engines give up while they sleep."""
 SUSPENDED = {"cpu": ("a pass",), "cuda": ("a pass", "trainers' weights", "optimiser", "gradients", "reference")}
 """Parts that a suspended trainer gives up. On a CPU its state is set aside in the same memory."""
@@ -234,6 +237,8 @@ def _of_engines(settings: RunSettings, name: str, size: ModelSize, longest: int 
     bound = "engine.max_len" if held == most and engine.kv_gib is None else "engine.kv_gib"
     yield Part("engines' weights", count * size.parameters * number, "engine.dtype, or instances")
     yield Part("keys and values", count * held, bound, count * most if most > held else 0.0)
+    padded = engine.slots * engine.max_len * size.cached_layer * number if deterministic else 0
+    yield Part("a layer's keys and values", count * padded, "engine.slots, engine.max_len or deterministic=false")
 
 
 def _of_vllm(

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from flexmarl.assemble.needed_memory import ModelSize, Part, parts, pass_of, peak_bytes, size_of
 from flexmarl.config.run_settings import PolicySettings, RunSettings
 from flexmarl.events.machine import GIB
+from flexmarl.inference.backends.embedded.kv_cache import BlockCache
 from flexmarl.objects.backends.memory import InlineObjectStore
 from flexmarl.orchestrator.settings import Mode
 from flexmarl.records import (
@@ -90,6 +91,15 @@ def run_of(policy: PolicySettings) -> RunSettings:
             },
         }
     )
+
+
+def test_a_deterministic_engine_has_memory_for_a_layer_at_full_length() -> None:
+    policy = policy_of({}, slots=6, max_len=96, kv_block=16)
+    run = RunSettings.model_validate(run_of(policy).model_dump() | {"deterministic": True})
+    sizes = {"solver": counted(policy)}
+    padding = BlockCache(small_model(), 16, 96, number=64)._padding(6)
+    assert by_name(parts(run, sizes))["a layer's keys and values"] == padding.nbytes
+    assert "a layer's keys and values" not in by_name(parts(run_of(policy), sizes))
 
 
 @pytest.mark.parametrize("training", FORMS)
