@@ -6,7 +6,8 @@ A run is `flexmarl train` of an example's `cpu.yaml` in one process (`cluster.ba
 the default in place of what the example chose, or an alternative in place of the default. `control` is the math team
 that is paid what another attempt or verdict earned, on 1 024 held-out tasks: it should stay where it began.
 `relay_entropy` is the relay as it once was, with a bonus for entropy and with groups whose rewards are equal.
-`real_team` needs `make model`, and is in float32 on a CPU that has no instructions for bfloat16.
+`real_team` needs `make model`. `real_team_float32` is that team in float32, for a CPU without instructions for
+bfloat16: there `make model` trains in float32, too.
 
 All runs take hours. Each is kept as a line of `--kept` when it ends, so that runs can be added a few at a time, and
 those that are there are not run again; `--no-runs` prints the table of what is there.
@@ -32,7 +33,6 @@ from pathlib import Path
 from common import report
 from kept_runs import kept_in, play_all
 
-from flexmarl.cluster.torch_device import cpu_multiplies_bfloat16
 from flexmarl.events.run_folder import RunFolder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -44,6 +44,7 @@ POLICIES = {
     "math_team": ("solver", "verifier"),
     "plan_path": ("planner", "executor"),
     "real_team": ("solver", "checker"),
+    "real_team_float32": ("solver", "checker"),
     "control": ("solver", "verifier"),
 }
 VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
@@ -55,6 +56,10 @@ VARIANTS: Mapping[str, tuple[str, Sequence[str]]] = {
             "policies.listener.training.entropy_coef=0.03",
             "credit.filter=null",
         ],
+    ),
+    "real_team_float32": (
+        "real_team",
+        [f"policies.{name}.{part}.dtype=float32" for name in ("solver", "checker") for part in ("engine", "training")],
     ),
 }
 """Of an example with another config: whose it is, and what differs."""
@@ -83,6 +88,7 @@ AS_SHIPPED = {
     "math_team": {"filter", "entropy 0"},
     "plan_path": {"filter", "entropy 0"},
     "real_team": {"filter", "entropy 0.01"},
+    "real_team_float32": {"filter", "entropy 0.01"},
     "control": {"filter", "entropy 0"},
 }
 """Changes that change nothing, because the example has it so."""
@@ -103,11 +109,8 @@ class Cell:
         # Nothing fails because the machine stood still for a while.
         yield from ("rollout.call_timeout_s=7200", "rollout.episode_timeout_s=7200")
         yield from VARIANTS.get(self.example, ("", ()))[1]
-        if self.example == "real_team":
+        if self.config.parent.name == "real_team":
             yield "cluster.threads=1"  # Jobs with two threads each wait for one another's.
-            if not cpu_multiplies_bfloat16():
-                keys = (f"{name}.{part}" for name in POLICIES[self.example] for part in ("engine", "training"))
-                yield from (f"policies.{key}.dtype=float32" for key in keys)
         if self.change in TRAINING:
             yield from (f"policies.{name}.training.{TRAINING[self.change]}" for name in POLICIES[self.example])
         elif self.change in CREDIT:

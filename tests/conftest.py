@@ -17,9 +17,11 @@ from hypothesis import settings
 
 # Before anything of transformers is imported: a hub name that slips into a test must fail, with network or without.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What tests start has one thread too, where other tests run at the same time.
+# What tests start has one thread too, where other tests run at the same time. Examples that ask for two get them; these
+# sleep while they wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from tests.small_run import write_team
 
