@@ -29,7 +29,7 @@ def place(model: nn.Module, device: torch.device | str, dtype: torch.dtype) -> N
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """False if this CPU has no instructions for it, and takes four times as long as in float32 or more.
+    """False if this CPU has no instructions for it: large products take at least four times as long as in float32.
 
     What oneDNN takes says less: with plain AVX-512 it takes bfloat16, and casts it.
     """
