@@ -94,7 +94,8 @@ def _of_types(settings: RunSettings) -> Iterator[Caution]:
     if not torch_device.cpu_multiplies_bfloat16():
         yield Caution(
             keys[0],
-            "bfloat16, for which this CPU has no instructions: large products take at least four times as long as in float32",
+            "bfloat16, for which this CPU has no instructions: large products take at least four times as long as in "
+            "float32",
             f"use {' '.join(f'{key}=float32' for key in keys)}",
         )
 
