@@ -97,6 +97,8 @@ def test_a_run_that_is_killed_while_tools_run_in_boxes_ends_with_the_bits_of_an_
         )
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+        before = load_file(undisturbed / "checkpoints" / "step-00001" / policy / "weights.safetensors")
+        assert any(not torch.equal(expected[name], before[name]) for name in expected), "the last step trains"
 
 
 def boxes_after_the_first_step(out: Path, pid: int) -> list[psutil.Process]:

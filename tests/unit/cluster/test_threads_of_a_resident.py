@@ -1,4 +1,4 @@
-"""How torch's threads wait in a resident, by what OpenMP prints when torch loads it."""
+"""How torch's threads wait in a resident and in a command, by what OpenMP prints when torch loads it."""
 
 import os
 import re
@@ -9,9 +9,7 @@ import pytest
 
 from flexmarl.__main__ import BRIEF_SPIN
 
-BRIEF = "GOMP_SPINCOUNT"
-
-
+TURNS = "GOMP_SPINCOUNT"
 RESIDENT = "from flexmarl.cluster.host import Host; Host(threads=2); import torch; print(torch.get_num_threads())"
 COMMAND = """
 import sys
@@ -27,7 +25,7 @@ ACTIVE = 30_000_000_000
 
 def spins(program: str, chosen: dict[str, str]) -> tuple[int, str]:
     """Turns for which torch's threads spin with these variables, of 300 000 by default, and what the program prints."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", BRIEF)}
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", TURNS)}
     environment |= {"OMP_DISPLAY_ENV": "verbose", **chosen}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
@@ -37,7 +35,7 @@ def spins(program: str, chosen: dict[str, str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "expected"), [({}, 0), ({BRIEF: BRIEF_SPIN}, 0), ({"OMP_WAIT_POLICY": "ACTIVE"}, ACTIVE)]
+    ("chosen", "expected"), [({}, 0), ({TURNS: BRIEF_SPIN}, 0), ({"OMP_WAIT_POLICY": "ACTIVE"}, ACTIVE)]
 )
 def test_they_sleep_while_they_wait_unless_the_environment_says_otherwise(
     chosen: dict[str, str], expected: int
@@ -50,7 +48,7 @@ def test_they_sleep_while_they_wait_unless_the_environment_says_otherwise(
     ("chosen", "expected"),
     [
         ({}, int(BRIEF_SPIN)),
-        ({BRIEF: "7"}, 7),
+        ({TURNS: "7"}, 7),
         ({"OMP_WAIT_POLICY": "PASSIVE"}, 0),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, ACTIVE),
     ],
