@@ -103,8 +103,8 @@ def test_a_run_survives_one_fault_of_every_other_kind(tmp_path: Path) -> None:
         Fault(kind=FaultKind.ENGINE_SILENCE, target=InstanceId("verifier", 1), after=2.0),
         Fault(kind=FaultKind.ENGINE_ERRORS, target="solver", after=5, amount=1.0),
         Fault(kind=FaultKind.FAILED_PUBLISH, target=InstanceId("verifier", 0), after=2, how="refused"),
-        Fault(kind=FaultKind.STORE_FAILURE, after=60),
-        Fault(kind=FaultKind.LOST_CONTROLLER, after=200, how="store_calls"),
+        Fault(kind=FaultKind.STORE_FAILURE, after=40),
+        Fault(kind=FaultKind.LOST_CONTROLLER, after=180, how="store_calls"),
         Fault(kind=FaultKind.TORN_CHECKPOINT, how="flipped"),
     )
     events = played(tmp_path, *faults)

@@ -28,7 +28,7 @@ from enum import StrEnum
 from flexmarl.credit.rows import NO_WEIGHT, group_name
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupReady
-from flexmarl.orchestrator.crediting import Credited, Crediting, Judged
+from flexmarl.orchestrator.crediting import TOGETHER, Credited, Crediting, Judged
 from flexmarl.orchestrator.feed import Refill
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import (
@@ -73,13 +73,13 @@ class Collector:
         """Takes a group that the filter kept. Checks that no token is older than the mode allows (law 3)."""
         turns = (turn for episode in group.finished for turn in episode.turns)
         self._versions.check(turns, max_staleness=self._admission.max_staleness)
-        await self._collect(group)
+        await self._collect([group])
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
         """Ends the collection of the batch. Returns its divisors, for each trained policy."""
         compared, self._compared = self._compared, []
         if compared:
-            await self._release(compared)
+            await self._release([compared])
         self._crediting.end_batch()
         return self._divisors
 
@@ -99,15 +99,16 @@ class Collector:
             self._admission.move(group, GroupState.TRAINED)
         return groups
 
-    async def _collect(self, group: GroupRecord) -> None:
+    async def _collect(self, groups: Sequence[GroupRecord]) -> None:
         if self.batch_wide:
-            self._compared.append(group)
-        else:
-            await self._release([group])
+            self._compared += groups
+            return
+        for first in range(0, len(groups), TOGETHER):
+            await self._release([[group] for group in groups[first : first + TOGETHER]])
 
-    async def _release(self, groups: Sequence[GroupRecord]) -> None:
-        self._count(await self._crediting.release(groups))
-        self._end(groups)
+    async def _release(self, parts: Sequence[Sequence[GroupRecord]]) -> None:
+        self._count(await self._crediting.release(*parts))
+        self._end([group for groups in parts for group in groups])
 
     def _count(self, released: Sequence[Credited]) -> None:
         for credited in released:
@@ -160,6 +161,9 @@ class StepCollector(Collector):
         self._rule = Release.AT_END if crediting.batch_wide else release
         self._streaming = streaming
         self._turn = asyncio.Lock()
+        """Held while groups or episodes are judged and written. Those that come until it is free go in one turn."""
+        self._ended: list[tuple[GroupRecord, Episode]] = []
+        self._played: list[GroupRecord] = []
         self._came: dict[GroupId, GroupRecord] = {}
         """Finished groups that are not judged yet, because older ones must be judged first."""
         self._judged: dict[GroupId, GroupRecord | None] = {}
@@ -178,11 +182,13 @@ class StepCollector(Collector):
         if self._rule is not Release.BY_EPISODE and self._streaming is None:
             return
         self._versions.check(episode.turns, max_staleness=self._admission.max_staleness)
+        self._ended.append((group, episode))
         async with self._turn:
+            parts, self._ended = [replace(group, episodes=(episode,)) for group, episode in self._ended], []
             if self._streaming:
-                await self._streaming.take_episode(group, episode)
+                await self._streaming.take_episodes(parts)
             else:
-                self._count(await self._crediting.release([replace(group, episodes=(episode,))]))
+                self._count(await self._crediting.release(*([part] for part in parts)))
 
     async def take(self, group: GroupRecord) -> None:
         """Takes a group of this step that has finished playing, or has failed. Checks law 3, greedy plays included.
@@ -191,15 +197,16 @@ class StepCollector(Collector):
         """
         turns = (turn for episode in group.plays for turn in episode.turns)
         self._versions.check(turns, max_staleness=self._admission.max_staleness)
-        async with self._turn:  # One group at a time: the next one must not overtake it while the store writes.
-            for due in self._due(group):
+        self._played.append(group)
+        async with self._turn:
+            played, self._played = self._played, []
+            for due in [due for came in played for due in self._due(came)]:
                 await self._judge(due)
             await self._release_due()
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
         """Ends the collection of the batch: all its groups have come. Returns its divisors, for each trained policy."""
-        for group in sorted(self._judged):
-            await self._let_go(group)
+        await self._let_go(sorted(self._judged))
         return await super().close()
 
     def _due(self, group: GroupRecord) -> Iterator[GroupRecord]:
@@ -227,25 +234,25 @@ class StepCollector(Collector):
     async def _release_due(self) -> None:
         """Releases the judged groups that the rule lets go now."""
         if self._rule is Release.IN_ORDER:
+            first = self._to_release
             while self._to_release in self._judged:
-                await self._let_go(self._to_release)
                 self._to_release = GroupId(self._to_release + 1)
+            await self._let_go([GroupId(number) for number in range(first, self._to_release)])
         elif self._rule is not Release.AT_END:
-            for group in list(self._judged):
-                await self._let_go(group)
+            await self._let_go(list(self._judged))
 
-    async def _let_go(self, judged: GroupId) -> None:
-        if group := self._judged.pop(judged):
-            await self._collect(group)
+    async def _let_go(self, judged: Sequence[GroupId]) -> None:
+        await self._collect([group for number in judged if (group := self._judged.pop(number))])
 
-    async def _release(self, groups: Sequence[GroupRecord]) -> None:
+    async def _release(self, parts: Sequence[Sequence[GroupRecord]]) -> None:
+        groups = [group for part in parts for group in part]
         if self._rule is Release.BY_EPISODE:
             self._end(groups)
         elif self._streaming:
             self._count([await self._streaming.credit(group) for group in groups])
             self._end(groups)
         else:
-            await super()._release(groups)
+            await super()._release(parts)
 
 
 @dataclass(slots=True)
@@ -266,15 +273,19 @@ class Streaming:
         self._sessions = sessions
         self._open: dict[GroupId, _Open] = defaultdict(_Open)
 
-    async def take_episode(self, group: GroupRecord, episode: Episode) -> None:
-        """Makes the rows of a finished episode READY, each with a score in place of an advantage."""
-        part, opened = replace(group, episodes=(episode,)), self._open[group.group]
-        places = self._crediting.open_places(part)
+    async def take_episodes(self, parts: Sequence[GroupRecord]) -> None:
+        """Makes the rows of finished episodes READY, each with a score in place of an advantage.
+
+        Each part is a group with one of its episodes.
+        """
         samples: list[CreditedTurn] = []
-        for turn in episode.turns:
-            if turn.sample_id in places:
+        for part in parts:
+            places, opened = self._crediting.open_places(part), self._open[part.group]
+            for turn in part.episodes[0].turns:
+                if turn.sample_id not in places:
+                    continue
                 credit_group, score = places[turn.sample_id]
-                name = f"{group.group}: {group_name(credit_group)}"
+                name = f"{part.group}: {group_name(credit_group)}"
                 samples.append(CreditedTurn(turn=turn, advantage=score, open_group=name))
                 opened.rows[name].setdefault(turn.policy, []).append(turn.sample_id)
                 opened.scores[turn.sample_id] = score

@@ -48,6 +48,8 @@ from flexmarl.training.interface import Appraised, Trainer
 from flexmarl.training.phases import PhaseSettings, resting
 from flexmarl.training.settings import TrainingSettings
 
+TOGETHER = 32
+"""Groups whose rows are written together. More would keep trainers waiting for the first."""
 Memory = Mapping[str, float]
 """Numbers that a run keeps from batch to batch. `kl_coef/{policy}` is the KL coefficient of a policy."""
 
@@ -79,7 +81,7 @@ class Credited:
 
 
 class Crediting:
-    """Judges and credits groups. It remembers the memory of the estimators, and the rows of the group judged last."""
+    """Judges and credits groups. It remembers the memory of the estimators, and the rows of the groups judged last."""
 
     def __init__(
         self,
@@ -105,8 +107,8 @@ class Crediting:
         self._admission, self._events, self._appraisal = admission, events, appraisal
         self.memory: Memory = {}
         """State of the estimators after the last credit. A resumed run sets it from its checkpoint."""
-        self._judged: tuple[GroupRecord | None, Sequence[CreditRow]] = (None, ())
-        """The group that was judged last, with its rows: most groups are credited right after they were judged."""
+        self._judged: dict[GroupId, tuple[GroupRecord, Sequence[CreditRow]]] = {}
+        """The groups that were judged last, with their rows: most are credited right after they were judged."""
 
     def begin(self, step: int) -> None:
         """Begins the batch of a step: `training.phases` decides which policies rest in it."""
@@ -186,12 +188,10 @@ class Crediting:
             credited.append(Credited(group.group, samples))
         return credited
 
-    async def release(self, groups: Sequence[GroupRecord]) -> Sequence[Credited]:
-        """Credits groups that are complete, compared with one another, and makes their rows READY."""
-        released = await self.credit(groups)
-        for credited in released:
-            for samples in credited.samples.values():
-                await self.make_ready(samples)
+    async def release(self, *parts: Sequence[GroupRecord]) -> Sequence[Credited]:
+        """Credits complete groups, those of a part compared with one another, and makes the rows of all READY."""
+        released = [credited for groups in parts for credited in await self.credit(groups)]
+        await self.make_ready([sample for credited in released for of in credited.samples.values() for sample in of])
         return released
 
     def end_batch(self, policy: PolicyName | None = None) -> None:
@@ -201,9 +201,9 @@ class Crediting:
 
     async def make_ready(self, samples: Sequence[CreditedTurn]) -> None:
         """Writes the credit into the rows, and makes them READY."""
-        await self.put_credit(samples)
-        await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
         if samples:
+            await self.put_credit(samples)
+            await self._store.settle([sample.turn.sample_id for sample in samples], Outcome(state=RowState.READY))
             self._events.emit(RowsReady(policies=frozenset(sample.turn.policy for sample in samples)))
 
     async def put_credit(self, samples: Sequence[CreditedTurn]) -> None:
@@ -224,11 +224,13 @@ class Crediting:
         return [turn.policy for play in group.finished for turn in play.turns if turn.policy in self.resting]
 
     def _rows(self, group: GroupRecord) -> Sequence[CreditRow]:
-        judged, rows = self._judged
+        judged, rows = self._judged.get(group.group, (None, ()))
         if judged is not group:
             trained = self.trained.difference(self.resting)
             rows = self._settings.shape(credit_rows(group, trained, self._settings.untrained_finish))
-            self._judged = group, rows
+            self._judged[group.group] = group, rows
+            if len(self._judged) > TOGETHER:
+                del self._judged[next(iter(self._judged))]
         return rows
 
 

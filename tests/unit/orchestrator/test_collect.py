@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
 from flexmarl.events.group_events import GroupFiltered, GroupReady, GroupsCredited
+from flexmarl.experience.ledger import claim_order
 from flexmarl.orchestrator.collect import Release
 from flexmarl.records import Divisors, GroupState, PolicyName
 from flexmarl.simulator.virtual_time import run_virtual
@@ -63,6 +64,31 @@ def test_in_order_means_in_order_even_while_the_store_is_slow(order, delays, dat
                 tasks.create_task(arrive(group, delay))
         await bench.collector.close()
         assert [event.group for event in bench.events.of(GroupReady)] == list(range(5))
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("release", "writes"), [(Release.AT_ONCE, [1, 32, 7]), (Release.IN_ORDER, [1, 32, 7]), (Release.AT_END, [32, 8])]
+)
+def test_groups_that_come_while_the_store_writes_become_ready_together(release, writes):
+    async def scenario():
+        bench = Bench(groups=40, release=release)
+        settle, settled = bench.store.settle, []
+
+        async def slowly(ids, outcome):
+            await asyncio.sleep(1)
+            settled.append(len({claim_order(sample_id).group_id for sample_id in ids}))
+            await settle(ids, outcome)
+
+        bench.store.settle = slowly
+        async with asyncio.TaskGroup() as tasks:
+            for group in range(40):
+                tasks.create_task(bench.take(group_of(group, [0.0, 1.0])))
+        divisors = await bench.collector.close()
+        assert settled == writes
+        assert await bench.ready_groups() == list(range(40))
+        assert divisors[SOLVER].num_trajectories == 80
 
     run_virtual(scenario())
 

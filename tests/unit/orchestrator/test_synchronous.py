@@ -117,6 +117,27 @@ def test_an_episode_is_ready_when_it_ends_and_its_group_still_ends_once():
     run_virtual(scenario())
 
 
+def test_episodes_that_end_while_the_store_writes_become_ready_together():
+    async def scenario():
+        bench = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW)
+        settle, settled, group = bench.store.settle, [], group_of(0, [0.0, 1.0] * 5)
+
+        async def slowly(ids, outcome):
+            await asyncio.sleep(1)
+            settled.append(len(ids))
+            await settle(ids, outcome)
+
+        await bench.play(group)
+        bench.store.settle = slowly
+        async with asyncio.TaskGroup() as tasks:
+            for episode in group.episodes:
+                tasks.create_task(bench.collector.take_episode(group, episode))
+        assert settled == [1, 9]
+        assert (await bench.collector.close())[SOLVER].num_trajectories == 10
+
+    run_virtual(scenario())
+
+
 def test_a_group_whose_episodes_had_no_weight_is_filtered_once():
     async def scenario():
         bench = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW)
