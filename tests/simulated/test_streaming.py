@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from flexmarl.events.group_events import GroupFiltered, GroupReady
 from flexmarl.events.run_events import StepEnded
 from flexmarl.events.training_events import MicroBatchDone, UpdateSkipped
+from flexmarl.experience.ledger import claim_order
 from flexmarl.records import PolicyName, RowState, split_trajectory_id
+from flexmarl.testing.faults.faulty import SlowStore
 from flexmarl.testing.scripted_run import ScriptedRun
 
 SOLVER = PolicyName("solver")
@@ -26,8 +28,31 @@ ESTIMATORS = [
 ]
 
 
+class NotedStore(SlowStore):
+    """A slow store that notes of how many episodes the rows are that become READY together."""
+
+    def __init__(self, inner, *, longest_s, random):
+        super().__init__(inner, longest_s=longest_s, random=random)
+        self.together = []
+
+    async def call(self, name, do):
+        if name == "settle" and do.args[1].state is RowState.READY:
+            self.together.append(len({claim_order(sample_id)[:2] for sample_id in do.args[0]}))
+        return await super().call(name, do)
+
+
 def played(
-    streaming, *, seed=0, slow=9.0, sample_s=0.3, micro_batch=2, agents=None, failing=0.0, alone=0.0, **sections
+    streaming,
+    *,
+    seed=0,
+    slow=9.0,
+    sample_s=0.3,
+    micro_batch=2,
+    agents=None,
+    failing=0.0,
+    alone=0.0,
+    store_s=0.0,
+    **sections,
 ):
     """Two agents, episodes of any length; some fail, and in some the verifier says nothing."""
 
@@ -45,9 +70,11 @@ def played(
     credit = {"streaming": streaming, **sections.pop("credit", {})}
     policies = {name: {"training": {"micro_batch": micro_batch}} for name in agents.values()}
     sections = {"steps": 2, "batch": {"groups": 3, "episodes": 3}, **sections}
-    return ScriptedRun(
+    run = ScriptedRun(
         workflow, agents=agents, seconds_per_sample=sample_s, policies=policies, credit=credit, **sections
-    ).play()
+    )
+    run.store = NotedStore(run.store, longest_s=store_s, random=Random(seed))
+    return run.play()
 
 
 def outcome(run):
@@ -93,6 +120,18 @@ def test_streaming_credit_gives_the_updates_and_the_rows_that_group_credit_gives
     for policy, trainer in streamed.trainers.items():
         assert trainer.version == whole.trainers[policy].version
         assert trainer.weight == pytest.approx(whole.trainers[policy].weight, rel=1e-10, abs=1e-12)
+
+
+def test_episodes_that_end_while_the_store_writes_become_ready_together_and_give_the_same_update():
+    together = list[int]()
+    for seed in range(6):
+        sections = {"seed": seed, "batch": {"groups": 3, "episodes": 4}, "credit": {"filter": {}}}
+        streamed, whole = played("linear", store_s=6.0, **sections), played("off", **sections)
+        assert outcome(streamed) == outcome(whole)
+        for policy, trainer in streamed.trainers.items():
+            assert trainer.weight == pytest.approx(whole.trainers[policy].weight, rel=1e-10, abs=1e-12)
+        together += streamed.store.together
+    assert {1, 2, 4} < set(together)
 
 
 def test_rows_train_while_their_group_still_plays():

@@ -17,7 +17,7 @@ from flexmarl.assemble.blueprint import Blueprint
 from flexmarl.assemble.engine_room import growth_note
 from flexmarl.assemble.world import World, initial_versions, make_evaluator, player_of
 from flexmarl.config import RunSettings
-from flexmarl.config.fits import check_engines
+from flexmarl.config.engine_fits import check_engines
 from flexmarl.events.event import Events
 from flexmarl.events.metrics import Metrics
 from flexmarl.events.progress import Progress

@@ -5,10 +5,10 @@
                           may need another group (feed.py)
 
 `Collector` takes groups that were judged before, in the asynchronous modes; `StepCollector` those of a synchronous
-step, as they come, and also single episodes, if rows can be released before their group ends.
+step, or its episodes, if their rows can be released alone. Those that come while the store writes go together.
 
 consumes    finished groups
-waits for   nothing; or for older groups (deterministic); or for the end of the batch (`sync`, batch-wide credit)
+waits for   the store; or for older groups (deterministic); or for the end of the batch (`sync`, batch-wide credit)
 produces    READY rows for the training sessions, and each policy's divisors
 unblocked by the next finished group, or the end of the batch
 
@@ -28,7 +28,7 @@ from enum import StrEnum
 from flexmarl.credit.rows import NO_WEIGHT, group_name
 from flexmarl.events.event import Events
 from flexmarl.events.group_events import GroupReady
-from flexmarl.orchestrator.crediting import TOGETHER, Credited, Crediting, Judged
+from flexmarl.orchestrator.crediting import MAX_TOGETHER, Credited, Crediting, Judged
 from flexmarl.orchestrator.feed import Refill
 from flexmarl.orchestrator.publish import Versions
 from flexmarl.records import (
@@ -102,13 +102,12 @@ class Collector:
     async def _collect(self, groups: Sequence[GroupRecord]) -> None:
         if self.batch_wide:
             self._compared += groups
-            return
-        for first in range(0, len(groups), TOGETHER):
-            await self._release([[group] for group in groups[first : first + TOGETHER]])
+        else:
+            await self._release([[group] for group in groups])
 
-    async def _release(self, parts: Sequence[Sequence[GroupRecord]]) -> None:
-        self._count(await self._crediting.release(*parts))
-        self._end([group for groups in parts for group in groups])
+    async def _release(self, compared: Sequence[Sequence[GroupRecord]]) -> None:
+        self._count(await self._crediting.release(compared))
+        self._end([group for groups in compared for group in groups])
 
     def _count(self, released: Sequence[Credited]) -> None:
         for credited in released:
@@ -120,12 +119,9 @@ class Collector:
     def _end(self, groups: Sequence[GroupRecord]) -> None:
         """Reports each group as ready, or ends it as FILTERED, after all of it was credited."""
         for group in groups:
-            if group.group in self._samples:
-                self._events.emit(
-                    GroupReady(
-                        group=group.group, samples=self._samples[group.group], because="all its episodes are terminal"
-                    )
-                )
+            if samples := self._samples.get(group.group):
+                because = "all its episodes are terminal"
+                self._events.emit(GroupReady(group=group.group, samples=samples, because=because))
             else:
                 self._crediting.filtered(group.group, "no row has weight")
 
@@ -161,9 +157,12 @@ class StepCollector(Collector):
         self._rule = Release.AT_END if crediting.batch_wide else release
         self._streaming = streaming
         self._turn = asyncio.Lock()
-        """Held while groups or episodes are judged and written. Those that come until it is free go in one turn."""
-        self._ended: list[tuple[GroupRecord, Episode]] = []
+        """Held while groups or episodes are judged and written, so that none overtakes another while the store writes.
+        The next holder takes all that came until then, up to `MAX_TOGETHER`. An error of its ends the step."""
+        self._ended: list[GroupRecord] = []
+        """Episodes that wait to be taken, each with its group, of which it is the only one here."""
         self._played: list[GroupRecord] = []
+        """Groups that wait to be taken."""
         self._came: dict[GroupId, GroupRecord] = {}
         """Finished groups that are not judged yet, because older ones must be judged first."""
         self._judged: dict[GroupId, GroupRecord | None] = {}
@@ -182,13 +181,13 @@ class StepCollector(Collector):
         if self._rule is not Release.BY_EPISODE and self._streaming is None:
             return
         self._versions.check(episode.turns, max_staleness=self._admission.max_staleness)
-        self._ended.append((group, episode))
+        self._ended.append(replace(group, episodes=(episode,)))
         async with self._turn:
-            parts, self._ended = [replace(group, episodes=(episode,)) for group, episode in self._ended], []
+            ended, self._ended = self._ended[:MAX_TOGETHER], self._ended[MAX_TOGETHER:]
             if self._streaming:
-                await self._streaming.take_episodes(parts)
+                await self._streaming.take_episodes(ended)
             else:
-                self._count(await self._crediting.release(*([part] for part in parts)))
+                self._count(await self._crediting.release([[part] for part in ended]))
 
     async def take(self, group: GroupRecord) -> None:
         """Takes a group of this step that has finished playing, or has failed. Checks law 3, greedy plays included.
@@ -199,9 +198,10 @@ class StepCollector(Collector):
         self._versions.check(turns, max_staleness=self._admission.max_staleness)
         self._played.append(group)
         async with self._turn:
-            played, self._played = self._played, []
-            for due in [due for came in played for due in self._due(came)]:
-                await self._judge(due)
+            played, self._played = self._played[:MAX_TOGETHER], self._played[MAX_TOGETHER:]
+            for came in played:
+                for due in self._due(came):
+                    await self._judge(due)
             await self._release_due()
 
     async def close(self) -> Mapping[PolicyName, Divisors]:
@@ -244,15 +244,15 @@ class StepCollector(Collector):
     async def _let_go(self, judged: Sequence[GroupId]) -> None:
         await self._collect([group for number in judged if (group := self._judged.pop(number))])
 
-    async def _release(self, parts: Sequence[Sequence[GroupRecord]]) -> None:
-        groups = [group for part in parts for group in part]
+    async def _release(self, compared: Sequence[Sequence[GroupRecord]]) -> None:
+        groups = [group for some in compared for group in some]
         if self._rule is Release.BY_EPISODE:
             self._end(groups)
         elif self._streaming:
             self._count([await self._streaming.credit(group) for group in groups])
             self._end(groups)
         else:
-            await super()._release(parts)
+            await super()._release(compared)
 
 
 @dataclass(slots=True)
@@ -301,7 +301,7 @@ class Streaming:
     async def credit(self, group: GroupRecord) -> Credited:
         """Credits a complete group: writes the credit into its rows, and sends the credit lines to the sessions."""
         opened = self._open.pop(group.group, _Open())
-        (credited,) = await self._crediting.credit([group], opened=opened.scores)
+        (credited,) = await self._crediting.credit([[group]], opened=opened.scores)
         samples = {sample.turn.sample_id: sample for of in credited.samples.values() for sample in of}
         lines = {f"{group.group}: {group_name(g)}": line for g, line in self._crediting.lines(group).items()}
         await self._crediting.put_credit(list(samples.values()))

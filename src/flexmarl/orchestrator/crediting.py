@@ -15,6 +15,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import fsum
 
 import numpy as np
@@ -48,8 +49,8 @@ from flexmarl.training.interface import Appraised, Trainer
 from flexmarl.training.phases import PhaseSettings, resting
 from flexmarl.training.settings import TrainingSettings
 
-TOGETHER = 32
-"""Groups whose rows are written together. More would keep trainers waiting for the first."""
+MAX_TOGETHER = 32
+"""Most groups, or episodes, that are credited and written together. More would keep trainers waiting for the first."""
 Memory = Mapping[str, float]
 """Numbers that a run keeps from batch to batch. `kl_coef/{policy}` is the KL coefficient of a policy."""
 
@@ -159,39 +160,47 @@ class Crediting:
         await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=judged.drop))
         self.filtered(group.group, judged.drop, judged.reason)
 
-    async def credit(self, groups: Sequence[GroupRecord], *, opened: Container[SampleId] = ()) -> list[Credited]:
-        """Turns the groups, or parts of groups, into samples, comparing all that are given with one another.
+    async def credit(
+        self, compared: Sequence[Sequence[GroupRecord]], *, opened: Container[SampleId] = ()
+    ) -> list[Credited]:
+        """Turns groups, or parts of groups, into samples. Those of one sequence are compared with one another.
 
         Rows that become no sample end FILTERED, except those in `opened`, which the caller ends.
         """
-        rows: Sequence[CreditRow] = [row for group in groups for row in self._rows(group)]
+        each: list[Sequence[CreditRow]] = [
+            [row for group in groups for row in self._rows(group)] for groups in compared
+        ]
         if self._appraisal:
-            rows = await self._appraisal.fill(rows, self.memory)
-        values = {row.sample_id: row.values for row in rows if row.values is not None}
-        parts = {row.sample_id: row.parts for row in rows}
-        credit = self._settings.credit(rows, self.memory)
-        self.memory = credit.memory
-        self._events.emit(
-            GroupsCredited(
+            filled = iter(await self._appraisal.fill([row for rows in each for row in rows], self.memory))
+            each = [tuple(islice(filled, len(rows))) for rows in each]
+        credited, ended = list[Credited](), defaultdict[str, list[SampleId]](list)
+        for groups, rows in zip(compared, each, strict=True):
+            values = {row.sample_id: row.values for row in rows if row.values is not None}
+            parts = {row.sample_id: row.parts for row in rows}
+            credit = self._settings.credit(rows, self.memory)
+            self.memory = credit.memory
+            event = GroupsCredited(
                 groups=tuple(group.group for group in groups),
                 report={agent: report.figures for agent, report in credit.report.items()},
                 parts={agent: parts.figures for agent, parts in reward_parts(rows).items()},
                 because=f"{type(self._settings.estimator).__name__} compares a {self._settings.needs} at a time",
             )
-        )
-        credited: list[Credited] = []
-        for group in groups:
-            samples, left_out = samples_of(group, credit, values, parts, self.resting)
-            for because, ids in left_out.items():
-                ended = [sample_id for sample_id in ids if sample_id not in opened]
-                await self._store.settle(ended, Outcome(state=RowState.FILTERED, reason=because))
-            credited.append(Credited(group.group, samples))
+            self._events.emit(event)
+            for group in groups:
+                samples, left_out = samples_of(group, credit, values, parts, self.resting)
+                credited.append(Credited(group.group, samples))
+                for because, ids in left_out.items():
+                    ended[because] += [sample_id for sample_id in ids if sample_id not in opened]
+        for because, ids in ended.items():
+            await self._store.settle(ids, Outcome(state=RowState.FILTERED, reason=because))
         return credited
 
-    async def release(self, *parts: Sequence[GroupRecord]) -> Sequence[Credited]:
-        """Credits complete groups, those of a part compared with one another, and makes the rows of all READY."""
-        released = [credited for groups in parts for credited in await self.credit(groups)]
-        await self.make_ready([sample for credited in released for of in credited.samples.values() for sample in of])
+    async def release(self, compared: Sequence[Sequence[GroupRecord]]) -> list[Credited]:
+        """Credits groups, or parts of groups, and makes their rows READY, those of `MAX_TOGETHER` groups together."""
+        released = await self.credit(compared)
+        for first in range(0, len(released), MAX_TOGETHER):
+            some = [of for credited in released[first : first + MAX_TOGETHER] for of in credited.samples.values()]
+            await self.make_ready([sample for samples in some for sample in samples])
         return released
 
     def end_batch(self, policy: PolicyName | None = None) -> None:
@@ -229,7 +238,7 @@ class Crediting:
             trained = self.trained.difference(self.resting)
             rows = self._settings.shape(credit_rows(group, trained, self._settings.untrained_finish))
             self._judged[group.group] = group, rows
-            if len(self._judged) > TOGETHER:
+            if len(self._judged) > MAX_TOGETHER:
                 del self._judged[next(iter(self._judged))]
         return rows
 

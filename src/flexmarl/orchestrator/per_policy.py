@@ -130,7 +130,7 @@ class PerPolicy:
     async def _credit(self, group: GroupRecord) -> None:
         """Credits a group, and gives every policy its samples. A step that ends at rest waits for that too."""
         self._owing[group.group] = set(self._queues)
-        (credited,) = await self._crediting.credit([group])
+        (credited,) = await self._crediting.credit([[group]])
         if credited.samples:
             self._share(credited.group, credited.samples)
             self._events.emit(EpisodesTaken(episodes=group.finished))
@@ -146,13 +146,8 @@ class PerPolicy:
         for policy, of_policy in samples.items():
             self._queues[policy].shares.append(_Share(group, of_policy, now))
             self._queues[policy].changed.set()
-        self._events.emit(
-            GroupReady(
-                group=group,
-                samples={policy: len(of_policy) for policy, of_policy in samples.items()},
-                because="all its episodes are terminal",
-            )
-        )
+        counts = {policy: len(of_policy) for policy, of_policy in samples.items()}
+        self._events.emit(GroupReady(group=group, samples=counts, because="all its episodes are terminal"))
 
     async def _train(self, policy: PolicyName) -> None:
         """Trains one policy: accumulates each batch while it fills, then updates and serves the policy."""

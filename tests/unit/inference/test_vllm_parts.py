@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import flexmarl
 from flexmarl.cluster.interpreters import require_interpreter
 from flexmarl.cluster.torch_device import with_threads
-from flexmarl.config.fits import check_engines
+from flexmarl.config.engine_fits import check_engines
 from flexmarl.errors import ConfigError, MissingExtra
 from flexmarl.inference.backends.vllm.handed_weights import HandedTree, adapter_in, handed_adapter, handed_tree
 from flexmarl.inference.backends.vllm.served_versions import Served, ServedVersions

@@ -1,6 +1,8 @@
 """Finished groups made by hand, in the store as rollout leaves them."""
 
-from collections.abc import Sequence
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -8,6 +10,8 @@ from flexmarl.credit import CreditSettings
 from flexmarl.events.journal import RememberedEvents
 from flexmarl.events.notices import RowsReady
 from flexmarl.experience.backends.sqlite import SqliteStore
+from flexmarl.experience.interface import Outcome, PartialRow
+from flexmarl.experience.ledger import claim_order
 from flexmarl.experience.turn_rows import TURN_COLUMNS, closing_row, response_row
 from flexmarl.orchestrator.collect import Release, StepCollector
 from flexmarl.orchestrator.crediting import Appraisal, Crediting
@@ -22,6 +26,7 @@ from flexmarl.records import (
     GroupRecord,
     GroupState,
     PolicyName,
+    SampleId,
     Task,
     Turn,
     Version,
@@ -72,6 +77,28 @@ def group_of(group: int, rewards: Sequence[float | None], **episode: object) -> 
     episodes = tuple(episode_of(group, index, reward, **episode) for index, reward in enumerate(rewards))  # type: ignore[arg-type]
     task = Task(input_id=f"task-{group}", prompt="?")
     return GroupRecord(group=GroupId(group), task=task, step=0, episodes=episodes)
+
+
+def slowed(store: SqliteStore) -> dict[str, list[int]]:
+    """Makes the store's writes take a second each. The numbers of episodes that each put and each outcome is about."""
+    about: dict[str, list[int]] = defaultdict(list)
+    put, settle = store.put, store.settle
+
+    def note(name: str, ids: Iterable[SampleId]) -> None:
+        about[name].append(len({claim_order(sample_id)[:2] for sample_id in ids}))
+
+    async def slowly_put(agent: AgentName, rows: Sequence[PartialRow]) -> None:
+        await asyncio.sleep(1)
+        note("put", (row.sample_id for row in rows))
+        await put(agent, rows)
+
+    async def slowly_settle(ids: Sequence[SampleId], outcome: Outcome) -> None:
+        await asyncio.sleep(1)
+        note(outcome.state, ids)
+        await settle(ids, outcome)
+
+    store.put, store.settle = slowly_put, slowly_settle  # type: ignore[method-assign]
+    return about
 
 
 class Bench:

@@ -166,7 +166,7 @@ def test_what_was_appraised_is_credited_and_trained_on() -> None:
         group = group_of(0, [1.0])
         hold(group)
         await bench.play(group)
-        (credited,) = await bench.crediting.credit([group])
+        (credited,) = await bench.crediting.credit([[group]])
         for sample in credited.samples[SOLVER]:
             assert sample.values is not None
             assert sample.values.tolist() == list(range(sample.num_tokens))

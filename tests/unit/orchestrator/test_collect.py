@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from flexmarl.errors import TrainingError
 from flexmarl.events.group_events import GroupFiltered, GroupReady, GroupsCredited
-from flexmarl.experience.ledger import claim_order
 from flexmarl.orchestrator.collect import Release
 from flexmarl.records import Divisors, GroupState, PolicyName
 from flexmarl.simulator.virtual_time import run_virtual
-from tests.unit.orchestrator.groups import SOLVER, Bench, group_of, turn_of
+from tests.unit.orchestrator.groups import SOLVER, Bench, group_of, slowed, turn_of
 
 WHOLE_BATCH = {"estimator": {"type": "default", "singleton": "zero_unless_all"}}
 
@@ -69,26 +68,48 @@ def test_in_order_means_in_order_even_while_the_store_is_slow(order, delays, dat
 
 
 @pytest.mark.parametrize(
-    ("release", "writes"), [(Release.AT_ONCE, [1, 32, 7]), (Release.IN_ORDER, [1, 32, 7]), (Release.AT_END, [32, 8])]
+    ("release", "credit", "ready", "judged"),
+    [
+        (Release.AT_ONCE, {}, [2, 64, 14], [2, 64, 14]),
+        (Release.IN_ORDER, {}, [64, 16], [80]),
+        (Release.AT_END, {}, [64, 16], [80]),
+        (Release.AT_ONCE, WHOLE_BATCH, [64, 16], [80]),
+    ],
 )
-def test_groups_that_come_while_the_store_writes_become_ready_together(release, writes):
+def test_groups_that_come_while_the_store_writes_become_ready_together(release, credit, ready, judged):
+    """The judge is frozen, so its rows end FILTERED."""
+
     async def scenario():
-        bench = Bench(groups=40, release=release)
-        settle, settled = bench.store.settle, []
-
-        async def slowly(ids, outcome):
-            await asyncio.sleep(1)
-            settled.append(len({claim_order(sample_id).group_id for sample_id in ids}))
-            await settle(ids, outcome)
-
-        bench.store.settle = slowly
+        bench = Bench(groups=40, release=release, **credit)
+        groups = [group_of(number, [0.0, 1.0], judged=True) for number in reversed(range(40))]
+        for group in groups:
+            await bench.play(group)
+        written = slowed(bench.store)
         async with asyncio.TaskGroup() as tasks:
-            for group in range(40):
-                tasks.create_task(bench.take(group_of(group, [0.0, 1.0])))
+            for group in groups:
+                tasks.create_task(bench.collector.take(group))
         divisors = await bench.collector.close()
-        assert settled == writes
+        assert written == {"put": ready, "ready": ready, "filtered": judged}
         assert await bench.ready_groups() == list(range(40))
         assert divisors[SOLVER].num_trajectories == 80
+
+    run_virtual(scenario())
+
+
+def test_groups_that_fail_or_are_dropped_hold_up_none_of_those_that_came_with_them():
+    async def scenario():
+        bench = Bench(groups=9, filter={})
+        rewards = [[0.0, 1.0], [None, None], [1.0, 1.0]]
+        groups = [group_of(number, rewards[number % 3]) for number in range(9)]
+        for group in groups:
+            await bench.play(group)
+        written = slowed(bench.store)
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups:
+                tasks.create_task(bench.collector.take(group))
+        assert written == {"put": [2, 4], "ready": [2, 4], "filtered": [2, 2, 2]}
+        assert await bench.ready_groups() == [0, 3, 6]
+        assert bench.admission.active == (0, 3, 6)
 
     run_virtual(scenario())
 

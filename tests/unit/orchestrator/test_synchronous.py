@@ -14,7 +14,7 @@ from flexmarl.records import Divisors, GroupState, PolicyName, RowState, Version
 from flexmarl.simulator.virtual_time import run_virtual
 from flexmarl.tasks import SourceExhausted
 from flexmarl.testing.scripted_run import ScriptedRun
-from tests.unit.orchestrator.groups import SOLVER, Bench, episode_of, group_of
+from tests.unit.orchestrator.groups import SOLVER, Bench, episode_of, group_of, slowed
 
 VERIFIER = PolicyName("verifier")
 TWO = {"solver": "solver", "verifier": "verifier"}
@@ -119,21 +119,14 @@ def test_an_episode_is_ready_when_it_ends_and_its_group_still_ends_once():
 
 def test_episodes_that_end_while_the_store_writes_become_ready_together():
     async def scenario():
-        bench = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW)
-        settle, settled, group = bench.store.settle, [], group_of(0, [0.0, 1.0] * 5)
-
-        async def slowly(ids, outcome):
-            await asyncio.sleep(1)
-            settled.append(len(ids))
-            await settle(ids, outcome)
-
+        bench, group = Bench(groups=1, release=Release.BY_EPISODE, **BY_ROW), group_of(0, [0.0, 1.0] * 20)
         await bench.play(group)
-        bench.store.settle = slowly
+        written = slowed(bench.store)
         async with asyncio.TaskGroup() as tasks:
             for episode in group.episodes:
                 tasks.create_task(bench.collector.take_episode(group, episode))
-        assert settled == [1, 9]
-        assert (await bench.collector.close())[SOLVER].num_trajectories == 10
+        assert written == {"put": [1, 32, 7], "ready": [1, 32, 7]}
+        assert (await bench.collector.close())[SOLVER].num_trajectories == 40
 
     run_virtual(scenario())
 
