@@ -176,7 +176,7 @@ class SeatHistory:
             thread=thread,
             lane=lane,
             ambiguous=ambiguous and parent is found,
-            retokenised=0 if parent or found is None else found.length - _common(ids, found),
+            retokenised=0 if found is None or parent is found else found.length - _common(ids, found),
             thinking=thinking or (parent is not None and parent.thinking),
         )
 

@@ -66,6 +66,29 @@ def test_the_next_request_extends_the_sampled_ids_whatever_their_tokenisation():
     assert played.account.continuity == {"root": 1, "extends": 2}
 
 
+def test_ids_that_came_back_as_others_are_counted_though_the_prompt_continues_an_earlier_turn():
+    async def program(at: At) -> None:
+        said = list(USER)
+        for _ in range(2):
+            reply = await at.client().post("chat/completions", {"messages": said})
+            said += [reply.json["choices"][0]["message"], {"role": "user", "content": "and once more"}]
+        # Its own words at the end: what came before is written anew.
+        foreign = {"role": "assistant", "content": "So I have counted."}
+        await at.client().post("chat/completions", {"messages": [*said[:-1], foreign]})
+
+    def script(prompt, request):
+        return "7" if "once more" not in prompt else "The answer is the answer is the answer is 7."
+
+    tokens, tokenizer = model(script, scramble=True)
+    played = play(program, tokens, tokenizer)
+    first, second, third = played.rows
+    assert (second.parent, third.parent) == (first.sample_id, first.sample_id)
+    ids = [*second.prompt_ids, *second.response_ids]
+    alike = next(place for place, pair in enumerate(zip(ids, third.prompt_ids, strict=False)) if len({*pair}) > 1)
+    assert played.account.retokenised == len(ids) - alike > 0
+    assert played.account.why == {"foreign reply": 1}
+
+
 @pytest.mark.parametrize("leaves_after", [0, 1, 3, 5])
 def test_a_reply_whose_client_went_away_is_left_out_of_training_with_the_reason(leaves_after):
     async def program(at: At) -> None:
