@@ -1,6 +1,7 @@
 """From finished groups to READY rows: when, which, and with what divisors."""
 
 import asyncio
+import gc
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from flexmarl.errors import TrainingError
 from flexmarl.events.group_events import GroupFiltered, GroupReady, GroupsCredited
 from flexmarl.orchestrator.collect import Release
-from flexmarl.records import Divisors, GroupState, PolicyName
+from flexmarl.orchestrator.crediting import MAX_TOGETHER
+from flexmarl.records import Divisors, GroupRecord, GroupState, PolicyName
 from flexmarl.simulator.virtual_time import run_virtual
 from tests.unit.orchestrator.groups import SOLVER, Bench, group_of, slowed, turn_of
 
@@ -238,6 +240,15 @@ def test_divisors_count_each_step_anew():
         )
 
     run_virtual(scenario())
+
+
+def test_of_the_groups_that_were_judged_only_the_last_few_are_kept():
+    bench, first = Bench(groups=1), 10_000
+    for number in range(first, first + 3 * MAX_TOGETHER):
+        bench.crediting.judge(group_of(number, [0.0, 1.0]))
+    gc.collect()
+    kept = [each for each in gc.get_objects() if isinstance(each, GroupRecord) and each.group >= first]
+    assert 0 < len(kept) <= MAX_TOGETHER
 
 
 def test_a_token_of_another_version_ends_the_run():
