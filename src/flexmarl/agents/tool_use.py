@@ -6,13 +6,13 @@ produces     one ToolUse for each call, in the order of the calls
 unblocked by the end of the slowest call, and of those before it in the line; a cancelled act cancels its calls
 """
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flexmarl.agents.context import EpisodeContext, call_seed
+from flexmarl.cluster.concurrency import task_block
 from flexmarl.errors import EpisodeError, boundary, cause_of, is_unicode
 from flexmarl.tools import Found, Observation, Tool, ToolCall, ToolContext
 from flexmarl.tools.arguments import BadArguments, as_text, fitted
@@ -96,7 +96,7 @@ async def use_tools(
     if len(calls) == 1:
         return [await use(0, calls[0])]
     try:
-        async with asyncio.TaskGroup() as group:
+        async with task_block() as group:
             running = [group.create_task(use(*call), name=f"{seat}/call {call[0]}") for call in enumerate(calls)]
     except BaseExceptionGroup as errors:
         raise cause_of(errors) from errors

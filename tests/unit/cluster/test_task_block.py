@@ -76,3 +76,17 @@ def test_cancelling_the_block_cancels_its_tasks():
         assert block.cancelled
 
     asyncio.run(scenario())
+
+
+def test_a_task_that_failed_in_the_end_leaves_timeouts_around_its_block_as_they_were():
+    """asyncio's own groups leave a request of cancellation behind until Python 3.13."""
+
+    async def scenario():
+        async with asyncio.timeout(0.01):
+            with pytest.raises(ExceptionGroup):
+                async with task_block() as tasks:
+                    tasks.create_task(fails())
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
