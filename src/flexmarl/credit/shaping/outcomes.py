@@ -136,23 +136,14 @@ class HopDiscount(RowOutcome):
         return reward * self.gamma ** max(0, self.max_hops - row.hop)
 
 
-class Shaped(RowOutcome):
+class Shaped(TurnWeighted):
     """clip(r (k + 1) / K, -1, 1): later turns count more, within [-1, 1]."""
 
-    type: Literal["shaped"] = "shaped"
-    max_turns: int = Field(default=8, ge=1)
-    """K: number of turns."""
-    clip: bool = True
-    """Turns after turn K count no more than turn K."""
-
-    @property
-    def first_by_last(self) -> float:
-        """1 / K."""
-        return 1 / self.max_turns
+    type: Literal["shaped"] = "shaped"  # pyright: ignore[reportIncompatibleVariableOverride] - each has its own
 
     def outcome(self, reward: float, row: CreditRow) -> float:
-        """`reward`, weighted by the tag `turn`."""
-        return min(max(reward * turn_weight(row, self.max_turns, clip=self.clip), -1.0), 1.0)
+        """`reward`, weighted by the tag `turn`, and clipped."""
+        return min(max(super().outcome(reward, row), -1.0), 1.0)
 
 
 class Potential(AddedTerm):
