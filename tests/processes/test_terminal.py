@@ -139,7 +139,10 @@ def test_a_folder_whose_name_is_no_text_is_refused_in_words(small_run, tmp_path)
         assert b"Traceback" not in done.stderr
 
 
-def test_a_terminal_shows_what_the_start_waits_for(small_run: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_what_the_start_waits_for(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # Nothing moves on a dumb one.
     waits, screen = list[str](), StringIO()
     run = assemble_run(
         load_run(small_run, ["cluster.backend=inline", "steps=1", "evaluate.tasks=0", f"out={tmp_path}"])
