@@ -80,7 +80,7 @@ def test_demonstrations_are_tokenised_as_the_run_renders_them(folder: Path) -> N
 @pytest.mark.parametrize("config", ["cpu.yaml", "full.yaml"])
 def test_the_configs_play_and_train_it(folder: Path, tmp_path: Path, config: str) -> None:
     models = [f"policies.{policy}.model={folder}" for policy in ("solver", "checker")]
-    small = ["steps=1", "batch={groups: 1, episodes: 2}", "evaluate.tasks=1", f"out={tmp_path}"]
+    small = ["steps=1", "batch={groups: 1, episodes: 2}", "evaluate.tasks=1", "cluster.threads=1", f"out={tmp_path}"]
     if not cpu_multiplies_bfloat16():  # They would take minutes.
         keys = [f"policies.{policy}.{part}" for policy in ("solver", "checker") for part in ("engine", "training")]
         small += [f"{key}.dtype=float32" for key in keys]

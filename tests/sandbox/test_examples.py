@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.commands import run_commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ("steps=1", "batch.groups=2", "batch.episodes=4")
+SMALL = ("steps=1", "batch.groups=2", "batch.episodes=4", "cluster.threads=1")
 
 
 def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -74,7 +74,14 @@ def test_the_code_team_trains_in_each_of_its_workflows(tmp_path, sandbox):
 
 def test_a_run_that_is_killed_while_tools_run_in_boxes_ends_with_the_bits_of_an_undisturbed_one(tmp_path, sandbox):
     """A query's answer is a function of the query, so the episodes that are played again are the same."""
-    small = ("steps=2", "batch.groups=2", "batch.episodes=4", "evaluate.tasks=0", "checkpoint.every=1")
+    small = (
+        "steps=2",
+        "batch.groups=2",
+        "batch.episodes=4",
+        "evaluate.tasks=0",
+        "checkpoint.every=1",
+        "cluster.threads=1",
+    )
     train = ("train", str(EXAMPLES / "sql_team" / "cpu.yaml"), *small, "deterministic=true")
     (straight,) = run_commands((*train, f"out={tmp_path}/straight"), cwd=tmp_path)
     assert straight.returncode == 0, straight.stderr

@@ -132,7 +132,7 @@ def test_the_seed_model_that_ships_loads_and_has_the_stated_size() -> None:
 def test_the_config_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, train_actions: str
 ) -> None:
-    small = ["steps=1", "batch={groups: 8, episodes: 4}", "evaluate.tasks=8", f"out={tmp_path}"]
+    small = ["steps=1", "batch={groups: 8, episodes: 4}", "evaluate.tasks=8", "cluster.threads=1", f"out={tmp_path}"]
     small.append(f"team.agents.reader.context.compact.train_actions={train_actions}")
     monkeypatch.setattr(sys, "argv", ["flexmarl", "train", str(NOTES / "cpu.yaml"), *small])
     with pytest.raises(SystemExit) as stopped:
