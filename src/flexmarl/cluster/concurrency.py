@@ -6,6 +6,7 @@ task_block     a task group for one block, whose own error leaves it as itself, 
 """
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ async def task_block() -> AsyncIterator[asyncio.TaskGroup]:
                 failure = error
                 raise
     except ExceptionGroup as group:
-        while here.cancelling() > before:
+        while sys.version_info < (3, 13) and here.cancelling() > before:
             here.uncancel()
         if group.exceptions != (failure,):
             raise
