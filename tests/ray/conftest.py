@@ -16,8 +16,6 @@ os.environ |= {"RAY_worker_niceness": "0"}
 
 JOINING = {"somebodys_ray", "shared_nodes", "nodes"}
 """Fixtures of tests that join a Ray."""
-OF_NODES = {"test_cluster", "test_nodes", "test_store_on_nodes"}
-"""Files of such tests that play no runs, or short ones."""
 
 
 def joins(item: pytest.Item) -> bool:
@@ -26,15 +24,14 @@ def joins(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Puts those tests first, and in two processes, that join a Ray: a process that had a private one cannot.
+    """Puts those tests first, and in one process, that join a Ray: a process that had a private one cannot.
 
-    So each of the two starts nodes once, too. Of the others those of one file share a process, and so the run that they
-    compare with.
+    So nodes are started once, too. Of the others those of one file share a process, and so the run that they compare
+    with.
     """
     for item in items:
         if item.get_closest_marker("ray") and not item.get_closest_marker("xdist_group"):
-            joined = "nodes" if item.path.stem in OF_NODES else "runs-on-nodes"
-            item.add_marker(pytest.mark.xdist_group(joined if joins(item) else item.path.stem))
+            item.add_marker(pytest.mark.xdist_group("nodes" if joins(item) else item.path.stem))
     yield
     items.sort(key=lambda item: not joins(item))
 
