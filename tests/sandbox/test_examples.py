@@ -74,14 +74,7 @@ def test_the_code_team_trains_in_each_of_its_workflows(tmp_path, sandbox):
 
 def test_a_run_that_is_killed_while_tools_run_in_boxes_ends_with_the_bits_of_an_undisturbed_one(tmp_path, sandbox):
     """A query's answer is a function of the query, so the episodes that are played again are the same."""
-    small = (
-        "steps=2",
-        "batch.groups=2",
-        "batch.episodes=4",
-        "evaluate.tasks=0",
-        "checkpoint.every=1",
-        "cluster.threads=1",
-    )
+    small = ("steps=2", *SMALL[1:], "evaluate.tasks=0", "checkpoint.every=1")
     train = ("train", str(EXAMPLES / "sql_team" / "cpu.yaml"), *small, "deterministic=true")
     (straight,) = run_commands((*train, f"out={tmp_path}/straight"), cwd=tmp_path)
     assert straight.returncode == 0, straight.stderr
