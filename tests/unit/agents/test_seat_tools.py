@@ -1,5 +1,6 @@
 """Tools of a seat: what an agent forgets, notes and sums up by its own calls, and the work that it hands to others."""
 
+import asyncio
 import json
 from itertools import pairwise
 
@@ -24,6 +25,13 @@ from tests.unit.agents.test_remembering import ROUNDS, conversation
 def painted() -> str:
     """Says a word in red."""
     return "\x1b[31mred\r\nand\ttab"
+
+
+@tool
+async def torn() -> str:
+    """Breaks, though not at once."""
+    await asyncio.sleep(1)
+    raise OSError("torn")
 
 
 def call(name, **arguments):
@@ -240,6 +248,19 @@ def test_delegated_work_that_fails_fails_the_act():
     team = delegates(says(call("delegate", agent="helper", task="x"), "!gone"))
     with pytest.raises(EngineError, match="gone"):
         play(team, "?")
+
+
+def test_calls_of_one_message_of_which_one_breaks_leave_a_timeout_around_the_act_as_it_was():
+    team = talker(says(call("torn") + call("painted")), tools=[{"type": "torn"}, {"type": "painted"}])
+
+    async def late():
+        async with asyncio.timeout(9):
+            with pytest.raises(EpisodeError, match="torn"):
+                await team.solver.act("go")
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        run_virtual(late())
 
 
 def test_a_seat_tool_cannot_be_opened():
