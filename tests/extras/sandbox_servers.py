@@ -81,14 +81,20 @@ class Kernel:
         self.manager = KernelManager(kernel_name="python3")
         if isolated:
             self.manager._kernel_spec = _isolated(folder)
-            self.manager.transport, self.manager.ip = "ipc", str(folder / "socket")
-            self.manager.connection_file = str(folder / "connection.json")
+        # Sockets in a folder, as another process could take a port before the kernel does.
+        self.sockets = Path(tempfile.mkdtemp(prefix="kernel-", dir=folder if isolated else "/tmp"))
+        self.manager.transport, self.manager.ip = "ipc", str(self.sockets / "socket")
+        self.manager.connection_file = str(self.sockets / "connection.json")
         kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "LANG") if name in os.environ}
         self.manager.start_kernel(cwd=str(folder), env={**kept, "HOME": str(folder)}, **_QUIET)
         self.client = self.manager.client()
         # Code that writes into the sockets of its kernel can make the thread of the heartbeat wait for ever.
         self.client.start_channels(hb=False)
-        self.client.wait_for_ready(timeout=60)
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except RuntimeError:
+            self.end()  # The garbage collector waits for ever for a client with open channels.
+            raise
 
     def execute(self, code: str, emit: Callable[[str, dict[str, Any]], None], stop: Callable[[], bool]) -> bool:
         """Runs a cell and emits what it shows. False if the kernel died, or went on when `stop` had it interrupted."""
@@ -115,6 +121,7 @@ class Kernel:
     def end(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
 
 class FakeSandbox:

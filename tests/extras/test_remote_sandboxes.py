@@ -4,6 +4,7 @@ Where SANDBOX_FUSION_URL or E2B_API_KEY is set, the tests of what every box does
 """
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
+from threading import Thread
 from typing import Any
 
 import e2b_code_interpreter
 import pytest
 import sandbox_fusion
+from jupyter_client.manager import KernelManager
 
 from flexmarl.assemble.boxes import check_sandbox_of
 from flexmarl.cli.runs import ended_sandboxes
@@ -32,7 +35,7 @@ from flexmarl.testing.sandbox import check_sandbox
 from flexmarl.tools.boxed import PythonTool
 from flexmarl.tools.interface import ToolContext
 from tests.commands import run_commands
-from tests.extras.sandbox_servers import KEY, Told, sandbox_server
+from tests.extras.sandbox_servers import KEY, Kernel, Told, sandbox_server
 
 REAL = {name: os.environ.get(name, "") for name in ("SANDBOX_FUSION_URL", "E2B_API_KEY")}
 TOOL = "team.agents.solver.tools=[{type: python}]"
@@ -168,6 +171,22 @@ def test_the_server_is_one_that_the_clients_of_e2b_accept(told, url):
         assert sandbox.is_running()
     assert not sandbox.is_running()
     assert told.ended == [sandbox.sandbox_id]
+
+
+def test_a_kernel_of_the_server_that_dies_as_it_begins_leaves_nothing_to_wait_for(tmp_path, monkeypatch):
+    start = KernelManager.start_kernel
+
+    def dies(manager: KernelManager, **options: Any) -> None:
+        start(manager, **options)
+        manager.signal_kernel(signal.SIGKILL)
+
+    monkeypatch.setattr(KernelManager, "start_kernel", dies)
+    with pytest.raises(RuntimeError, match="died"):
+        Kernel(tmp_path)
+    collection = Thread(target=gc.collect, daemon=True)
+    collection.start()
+    collection.join(20)
+    assert not collection.is_alive()
 
 
 # A fault of the service is never an outcome
