@@ -15,7 +15,7 @@ from flexmarl.inference.interface import EngineParts, make_engine
 from flexmarl.inference.pool import InferencePool
 from flexmarl.inference.settings import ENGINES, EmbeddedSettings
 from flexmarl.objects.backends.memory import InlineObjectStore
-from flexmarl.objects.interface import checksum, weights_key
+from flexmarl.objects.interface import PublishedAdapter, checksum, weights_key
 from flexmarl.records import FinishReason, Version
 from flexmarl.testing.inference import check_inference_engine
 from tests.unit.inference import models as tiny
@@ -174,9 +174,9 @@ def test_with_verify_names_it_vouches_for_names_and_shapes_alone_and_the_pool_ta
 
 
 class CountsGets(InlineObjectStore):
-    """A store that knows how often weights were asked for by `get` alone."""
+    """A store that knows how often weights were asked for by `get` alone, and how often by `get_into`."""
 
-    gets = 0
+    gets = fills = 0
     filling = False
 
     async def get(self, key):
@@ -185,6 +185,7 @@ class CountsGets(InlineObjectStore):
 
     async def get_into(self, key, tree, **options):
         self.filling = True
+        self.fills += 1
         try:
             return await super().get_into(key, tree, **options)
         finally:
@@ -206,6 +207,27 @@ def test_weights_in_the_models_own_layout_are_copied_straight_into_it_and_others
                 done = await collect(engine, [request(f"r{version}", max_tokens=9, temperature=0.0)])
                 answers.append(done[f"r{version}"].response_ids.tolist())
         assert answers[0] == answers[1]
+
+    in_world(scenario)
+
+
+def test_only_the_first_adapter_is_tried_as_whole_weights_which_may_come_again_all_the_same():
+    base, layer = without_ties(tiny.qwen3()), "model.layers.0.self_attn.q_proj"
+    rows, columns = base[f"{layer}.weight"].shape
+    first, second = (
+        PublishedAdapter({layer: (torch.ones(2, columns), torch.full((rows, 2), n))}, 1.0, checksum(base)).as_tree()
+        for n in (0.1, 0.2)
+    )
+
+    async def scenario(world):
+        world.store = CountsGets()
+        asked = []
+        async with world.engine() as engine:
+            for version, tree in enumerate((first, second, base, base, first), start=1):
+                meta = await world.store.set(weights_key(POLICY, Version(version)), tree)
+                assert await engine.load_weights(POLICY, Version(version)) == meta.checksum
+                asked.append((world.store.fills, world.store.gets))
+        assert asked == [(1, 1), (1, 2), (1, 3), (2, 3), (3, 4)]
 
     in_world(scenario)
 

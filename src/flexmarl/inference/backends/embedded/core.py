@@ -336,8 +336,8 @@ class EngineCore:
         return swap_weights(self._model, tree, self._verify)
 
     def weights(self) -> TensorTree:
-        """The model's own tensors, of tied ones only the first: a trainer publishes whole weights in this layout."""
-        return without_ties(self._model)
+        """The model's tensors, of tied ones only the first, as whole weights are published; none beside an adapter."""
+        return {} if self._adapted.adapter.layers else without_ties(self._model)
 
     def load_in_place(self, version: Version, fill: Callable[[], Checksum]) -> Checksum:
         """The same for whole weights, which `fill` copies into `weights`. If it raises, it has written nothing."""

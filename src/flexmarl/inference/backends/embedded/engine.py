@@ -284,14 +284,13 @@ class EmbeddedEngine:
 
     async def _load(self, core: EngineCore, version: Version, key: ObjectKey) -> Checksum:
         """Copies whole weights straight into the model; gets an adapter, or weights in another layout, by itself."""
-        model = await self._thread.run(core.weights)
-        try:
-            return await self._store.get_into(
-                key, model, verify=self._verify, run=lambda fill: self._thread.run(core.load_in_place, version, fill)
-            )
-        except ValueError:  # The layout differs. Nothing was written.
-            tree = await self._store.get(key)
-            return await self._thread.run(core.load, version, tree)
+        if model := await self._thread.run(core.weights):
+            with suppress(ValueError):  # The layout differs. Nothing was written.
+                return await self._store.get_into(
+                    key, model, verify=self._verify, run=lambda f: self._thread.run(core.load_in_place, version, f)
+                )
+        tree = await self._store.get(key)
+        return await self._thread.run(core.load, version, tree)
 
     def _open_core(self) -> EngineCore:
         if self._closed or self._core is None:

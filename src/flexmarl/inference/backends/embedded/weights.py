@@ -105,7 +105,7 @@ class AdaptedWeights:
         self._linears = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         self._base: Checksum | None = None
         """Checksum of all weights without the adapter; None if they were not read yet."""
-        self._adapter = _NONE
+        self.adapter = _NONE
         self._added: dict[str, tuple[_Addition, RemovableHandle]] = {}
         """By layer."""
 
@@ -136,7 +136,7 @@ class AdaptedWeights:
 
     def to(self, device: str) -> None:
         """Moves the adapter to a device."""
-        self._serve(self._adapter.to(device))
+        self._serve(self.adapter.to(device))
 
     def _serve(self, adapter: PublishedAdapter) -> None:
         """Adds this adapter's output to that of its layers from now on, and that of no other."""
@@ -148,7 +148,7 @@ class AdaptedWeights:
             self._added[layer] = addition, self._linears[layer].register_forward_hook(addition)
         for layer, (a, b) in layers.items():
             self._added[layer][0].swap(a, b, adapter.scaling)
-        self._adapter = adapter
+        self.adapter = adapter
 
 
 class _Addition:
