@@ -62,11 +62,11 @@ def environment_of(url: str) -> dict[str, str]:
 
 
 def fusion(url: str, **settings: Any) -> SandboxFusion:
-    return SandboxFusion(SandboxFusionSettings(**{"url": url, "patience_s": 8, "retries": 1} | settings))
+    return SandboxFusion(SandboxFusionSettings(**{"url": url, "patience_s": 20, "retries": 1} | settings))
 
 
 def e2b(url: str, **settings: Any) -> E2bSandbox:
-    return E2bSandbox(E2bSettings(**{"patience_s": 8, "retries": 1} | settings))
+    return E2bSandbox(E2bSettings(**{"patience_s": 20, "retries": 1} | settings))
 
 
 BOTH = pytest.mark.parametrize("make", [fusion, e2b], ids=["sandbox_fusion", "e2b"])
@@ -106,7 +106,7 @@ def test_a_box_that_holds_its_kernel_is_ended_at_its_time(everywhere):
     )
 
     async def work() -> None:
-        async with type(everywhere)(everywhere.settings.model_copy(update={"patience_s": 5})).open() as box:
+        async with type(everywhere)(everywhere.settings.model_copy(update={"patience_s": 8})).open() as box:
             outcome = await box.run(code, timeout_s=0.3)
             assert (outcome.ended, outcome.lost) == (Ended.TIMED_OUT, True)
             assert (await box.run("1")).lost
@@ -207,7 +207,7 @@ def asked_for(kind: str) -> str | list[str]:
 @pytest.mark.parametrize(("make", "kind", "fault"), [*OF_FUSION, *OF_E2B])
 def test_a_request_that_failed_is_sent_again_and_its_code_runs_once(make, kind, fault, told, url):
     hangs = fault == "hang"
-    sandbox = make(url, patience_s=5 if hangs else 8)
+    sandbox = make(url, patience_s=(5 if make is fusion else 8) if hangs else 20)
     if hangs and make is fusion and kind == "code":
         pytest.skip("the server gives a kernel ten seconds more: the same request as for a command, and longer")
 
@@ -226,7 +226,7 @@ def test_a_service_that_goes_on_failing_fails_the_episode_and_shows_the_agent_no
     hangs = fault == "hang"
     if hangs and make is fusion and kind == "code":
         pytest.skip("see above")
-    sandbox = make(url, patience_s=5 if hangs else 8)
+    sandbox = make(url, patience_s=(5 if make is fusion else 8) if hangs else 20)
     if fault == "lost":
         pytest.skip("a stream that lacks its reply is asked for again, and the next one has it")
 
@@ -390,7 +390,7 @@ def test_a_call_that_a_broken_stream_interrupted_fails_the_episode(told, url):
     """The code was stopped by the service, so that what it did is no result of the code."""
 
     async def work() -> None:
-        async with e2b(url, patience_s=5).open() as box:
+        async with e2b(url, patience_s=8).open() as box:
             told.faults = ["hang up"]
             with pytest.raises(EpisodeError, match="interrupted"):
                 await box.run("import time\ntime.sleep(3)\n'done'", timeout_s=10)
@@ -400,7 +400,7 @@ def test_a_call_that_a_broken_stream_interrupted_fails_the_episode(told, url):
 
 def test_a_sandbox_that_is_gone_during_a_call_fails_the_episode(told, url):
     async def work() -> None:
-        async with e2b(url, patience_s=5).open() as box:
+        async with e2b(url, patience_s=8).open() as box:
             told.unwell = True
             code = "import signal\nfor one in (14, 2): signal.signal(one, signal.SIG_IGN)\nwhile True: pass"
             with pytest.raises(EpisodeError, match="ended the sandbox"):
