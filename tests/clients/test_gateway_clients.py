@@ -154,7 +154,7 @@ def test_a_client_that_hangs_up_is_noticed_over_sockets() -> None:
     async def program(at: At) -> None:
         async with openai_at(at) as client:
             with pytest.raises(openai.APITimeoutError):
-                await client.with_options(timeout=0.5, max_retries=0).chat.completions.create(
+                await client.with_options(timeout=2.0, max_retries=0).chat.completions.create(
                     model="solver", messages=QUESTION
                 )
             await client.chat.completions.create(model="solver", messages=[{"role": "user", "content": "another"}])

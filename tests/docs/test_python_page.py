@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 import flexmarl
 from tests.docs.pages import ROOT, blocks, rows
@@ -63,9 +65,10 @@ def test_the_notebook_runs_in_jupyter(examples: Path, monkeypatch: pytest.Monkey
     assert not any(cell.get("outputs") for cell in notebook.cells), "clear the outputs before committing"
     folder = examples / "notebooks"
     folder.mkdir()
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    with tempfile.TemporaryDirectory(prefix="fx", dir="/tmp") as short:  # Another process could take a free port.
+        sockets = Config({"KernelManager": {"transport": "ipc", "ip": f"{short}/socket"}})
+        where = {"metadata": {"path": str(folder)}}
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where, config=sockets).execute()
     said = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert not [output for output in said if output["output_type"] == "error"]
     printed = "".join(output.get("text", "") for output in said)

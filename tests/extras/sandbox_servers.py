@@ -7,6 +7,7 @@ Bodies and answers of SandboxFusion go through the models of its own client, so 
 
 import base64
 import json
+import math
 import os
 import select
 import shutil
@@ -229,6 +230,7 @@ class FakeServer(BaseHTTPRequestHandler):
             self.wfile.write(text)
 
     fault = ""
+    hangs_up_at = math.inf
 
     def fault_half(self) -> bool:
         return self.fault == "half" and self.path != "/execute"
@@ -331,8 +333,7 @@ class FakeServer(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         with sandbox.turn, suppress(OSError):
-            hangs_up_at = time.monotonic() + (0.5 if self.fault == "hang up" else 1e9)
-            stop = lambda: self._hung_up() or time.monotonic() > hangs_up_at  # noqa: E731
+            stop = lambda: self._hung_up() or time.monotonic() > self.hangs_up_at  # noqa: E731
             if not kernel.execute(body["code"], self._emit, stop) and not stop():
                 self._line(
                     {"type": "error", "name": "ContextRestarting", "value": "Context was restarted", "traceback": ""}
@@ -350,6 +351,8 @@ class FakeServer(BaseHTTPRequestHandler):
         if self.fault in ("half", "lost", "hang up") and kind != "stream":
             return
         if kind == "stream":
+            if self.fault == "hang up":  # Its code has begun: before, a kernel would not notice.
+                self.hangs_up_at = min(self.hangs_up_at, time.monotonic() + 0.5)
             self._line({"type": content["name"], "text": content["text"], "timestamp": "2026-01-01T00:00:00Z"})
         elif kind == "execute_result":
             self._line({"type": "result", "is_main_result": True, "text": content["data"].get("text/plain")})

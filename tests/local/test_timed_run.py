@@ -18,11 +18,12 @@ def test_timed_engines_serve_load_and_move_in_one_process(small_run: Path, tmp_p
 def test_the_real_run_and_the_simulated_one_move_the_same_instances_while_their_queues_are_the_same(
     small_run: Path, tmp_path: Path
 ) -> None:
-    """The first answer comes after a second. Two decisions are made before it, on queues that are as long in both."""
+    """Before the first answer, after two seconds, two decisions are made, on queues that are as long in both."""
     slow = [
         *OVERRIDES,
         *("steps=1", "batch={groups: 2, episodes: 4}", "policies.one.instances=1", "policies.two.instances=5"),
-        "balance={rule: drain_time, poll_s: 0.25, move_s: 0.01}",
+        "balance={rule: drain_time, poll_s: 0.5, move_s: 0.01}",
+        "simulation.costs.default.engine.decode_s=4e-3",
         "simulation.replies={solver: {type: lengths, mean: 500, shape: constant}, writer: {type: lengths, mean: 1}}",
         *("team.agents.solver.sampling.max_tokens=600", f"out={tmp_path}"),
     ]

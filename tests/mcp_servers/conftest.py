@@ -101,15 +101,10 @@ def pinned(sandbox: Bubblewrap, tmp_path_factory: pytest.TempPathFactory) -> Cal
 @pytest.fixture(scope="session")
 def odd_over_http() -> Iterator[str]:
     """The address of the server that misbehaves, over HTTP."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = subprocess.Popen([sys.executable, HERE / "odd_server.py", str(port)])
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # Who connects waits until the server is there.
+        number, port = listener.fileno(), listener.getsockname()[1]
+        program = subprocess.Popen([sys.executable, HERE / "odd_server.py", str(number)], pass_fds=[number])
     try:
-        while True:
-            assert program.poll() is None, "the server ended"
-            with socket.socket() as one:
-                if one.connect_ex(("127.0.0.1", port)) == 0:
-                    break
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         program.kill()

@@ -1,10 +1,11 @@
-"""A server on the SDK, with tools that misbehave: over stdio, or over HTTP on the port that it is given."""
+"""A server on the SDK, with tools that misbehave: over stdio, or over HTTP on the listening socket that it is given."""
 
 import os
 import sys
 import time
 
 import anyio
+import uvicorn
 from mcp.server import _streamable_http_modern
 from mcp.server.mcpserver import Context, Image, MCPServer
 from pydantic import BaseModel
@@ -104,6 +105,6 @@ if os.environ.get("ODD") == "has another tool":
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         _streamable_http_modern._SSE_PING_INTERVAL = 0.5  # What takes longer is answered by events.
-        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+        uvicorn.run(server.streamable_http_app(), fd=int(sys.argv[1]))
     else:
         server.run()

@@ -1,5 +1,6 @@
 """docs/howto/cluster.md on one machine: its `ray start` lines make two nodes, on which its config trains a team."""
 
+import os
 import shlex
 import socket
 import subprocess
@@ -25,9 +26,7 @@ PAGE = "docs/howto/cluster.md"
 def address(short_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Address of the Ray that the page's commands start, with two CPUs on each node and a home of its own."""
     monkeypatch.setenv("HOME", str(short_root))  # Ray keeps the token there.
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     try:
         for line in commands(PAGE)[:5]:
             words = shlex.split(line.replace("HEAD:6379", f"127.0.0.1:{port}").replace("6379", str(port)))
@@ -45,6 +44,15 @@ def address(short_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for process in ours:
             process.kill()
         psutil.wait_procs(ours)
+
+
+def free_port() -> int:
+    """A port that no program gets without asking for it."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def words_of(process: psutil.Process) -> list[str]:

@@ -53,7 +53,7 @@ def play(settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awai
                 await act(cluster)
 
     asyncio.run(run())
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while left := [*root.iterdir(), *Path("/dev/shm").glob(f"{root.name}-*")]:
         assert time.monotonic() < until, f"these are left: {left}"
         time.sleep(0.1)
@@ -300,12 +300,12 @@ def test_a_silent_node_is_lost_and_its_processes_end(shared_nodes: Nodes, short_
             because = str(await raised(left.remote.wait(), WorkerError))
         finally:
             os.kill(agent, signal.SIGCONT)
-        assert "node 'left' is lost: its agent did not answer for 2 s" in because
+        assert "node 'left' is lost: its agent did not answer for 4 s" in because
         assert await here.remote.echo(1) == 1
         psutil.wait_procs([psutil.Process(left.place.pid)] if psutil.pid_exists(left.place.pid) else [], timeout=10)
         assert not psutil.pid_exists(left.place.pid)
 
-    play(shared_nodes.settings(node_timeout_s=2.0), short_root, act)
+    play(shared_nodes.settings(node_timeout_s=4.0), short_root, act)
 
 
 def test_without_the_agent_of_the_controllers_node_everything_is_lost(
@@ -318,9 +318,8 @@ def test_without_the_agent_of_the_controllers_node_everything_is_lost(
         lost.wait(60)
         looked.set()
 
-    monkeypatch.setattr(JoinedRay, "failure", finds_ray_well)
-
     async def act(cluster: RayCluster) -> None:
+        monkeypatch.setattr(JoinedRay, "failure", finds_ray_well)
         residents = await cluster.spawn(engines(0, 1))
         waits = [asyncio.ensure_future(resident.remote.wait()) for resident in residents]
         assert await asyncio.to_thread(looks.wait, 60), "the node is lost while the cluster looks for Ray"

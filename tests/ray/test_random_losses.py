@@ -38,7 +38,7 @@ OVERRIDES = [
 ON_NODES = [
     *("cluster.backend=ray", "cluster.node_timeout_s=5", "cluster.pools={training: {nodes: [head]}}"),
     *("rollout.workers=2", "balance={rule: drain_time, poll_s: 0.1, move_s: 0.1}"),
-    "pool={replacements: 20, load_timeout_s: 4, abort_grace_s: 2, close_timeout_s: 2}",
+    "pool={replacements: 20, load_timeout_s: 8, abort_grace_s: 2, close_timeout_s: 2}",
 ]
 
 

@@ -31,7 +31,7 @@ from tests.unit.agents.tables import TOKENIZER, says, spec, text
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "sum(i for i in range(300_000)) and 6 * 7"}}</tool_call>'
 ANSWERS = {"f = lambda a, b: a + b": 1.0, "f = lambda a, b: a - b": 0.0}
 TESTS = [((2, 3), 5), ((1, 1), 2)]
-TASK = Task(input_id="sum", prompt="1", scorer="python_tests", reference=reference_of("f", TESTS, timeout_s=1.0))
+TASK = Task(input_id="sum", prompt="1", scorer="python_tests", reference=reference_of("f", TESTS, timeout_s=2.0))
 
 
 def processes(box: Any) -> list[psutil.Process]:
@@ -89,9 +89,9 @@ class Faulty:
             self.witnessed[fault] += 1
 
 
-def played(sandboxes: Sequence[Any], answers: Sequence[str]) -> list[Episode]:
+def played(sandboxes: Sequence[Any], answers: Sequence[str], timeout_s: float = 1.0) -> list[Episode]:
     """An episode for each sandbox and answer, all at once: a call of `python`, then the answer, scored by tests."""
-    agent = {"tools": [{"type": "python", "timeout_s": 1.0}], "syntax": {"type": "tag"}, "tell_tools": "none"}
+    agent = {"tools": [{"type": "python", "timeout_s": timeout_s}], "syntax": {"type": "tag"}, "tell_tools": "none"}
 
     async def run(task: Task, team: Any) -> None:
         reply = await team.solver.act(task.prompt)
@@ -147,7 +147,7 @@ def test_an_episode_whose_boxes_break_has_the_right_reward_or_none(spare, sandbo
 def test_without_faults_every_episode_ends_well(sandbox):
     """The control of the test above."""
     answers = list(ANSWERS) * 4
-    assert check(played([sandbox] * len(answers), answers), answers) == {"42": len(answers)}
+    assert check(played([sandbox] * len(answers), answers, timeout_s=30.0), answers) == {"42": len(answers)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -204,7 +204,7 @@ def test_boxes_need_no_room_on_the_disk(sandbox, tmp_path, monkeypatch):
             (full / "more").write_bytes(b"x")
         monkeypatch.setattr(tempfile, "tempdir", str(full))
         answers = list(ANSWERS) * 2
-        ends = check(played([sandbox] * len(answers), answers), answers)
+        ends = check(played([sandbox] * len(answers), answers, timeout_s=30.0), answers)
         assert ends["42"] + ends["failed"] == len(answers)
         assert ends["42"]
     finally:

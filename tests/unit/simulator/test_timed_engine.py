@@ -35,7 +35,7 @@ from flexmarl.training.backends.causal_lm import load_model
 from tests.unit.agents.tokenizers_for_tests import byte_pairs
 
 SOLVER, WRITER = PolicyName("solver"), PolicyName("writer")
-QUICK = EngineCosts(decode_s=2e-4, decode_request_s=1e-5, load_s=1e-3, move_s=1e-3)
+QUICK = EngineCosts(decode_s=2e-3, decode_request_s=1e-5, load_s=1e-3, move_s=1e-3)
 WEIGHTS = {"weight": torch.arange(6.0)}
 
 
