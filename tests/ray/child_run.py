@@ -29,11 +29,8 @@ MAIN = """
 import faulthandler, signal
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 from flexmarl.cli import main
-from flexmarl.cluster import hard_stop
-hard_stop.STOP_WITHIN_S = 60.0
 main()
 """
-"""A slow machine takes longer to end in order than a stopped run may; test_odd_workflows.py has that limit."""
 
 E = TypeVar("E", bound=Event)
 
