@@ -73,7 +73,7 @@ test-sandbox: install-dev  ## attacks on the sandbox as root and as a plain user
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(SANDBOX) --ignore $(ATTACKS)
 
 $(VENV)/.installed-mcp: $(VENV)/.installed-dev requirements-mcp.lock $(MCP)/package-lock.json
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-mcp.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-mcp.lock
 	npm ci --prefix $(MCP) --silent --ignore-scripts
 	@touch $@
 
@@ -86,7 +86,7 @@ test-deep: install-dev  ## rules broken on purpose, 15 000 runs that break (SEED
 	$(BIN)/python -m pytest -m deep -n $(JOBS) --dist loadgroup $(DEEP)
 
 $(VENV)/.installed-extras: $(VENV)/.installed-dev requirements-extras.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-extras.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements-extras.lock
 	@touch $@
 
 test-extras: $(VENV)/.installed-extras $(VENV)/.installed-model  ## what needs optional packages, such as W&B (some minutes)
@@ -108,7 +108,7 @@ GATEWAY := .venv-gateway
 # Its packages come before those of .venv, which it shares: only the clients are installed.
 $(GATEWAY)/.installed: $(VENV)/.installed-dev requirements-gateway.lock
 	$(BIN)/python -m venv --clear $(GATEWAY)
-	$(GATEWAY)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-gateway.lock
+	$(GATEWAY)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements-gateway.lock
 	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
 		> $$($(GATEWAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/core.pth
 	@touch $@
