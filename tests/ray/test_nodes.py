@@ -53,7 +53,7 @@ def play(settings: ClusterSettings, root: Path, act: Callable[[RayCluster], Awai
                 await act(cluster)
 
     asyncio.run(run())
-    until = time.monotonic() + 30
+    until = time.monotonic() + 10
     while left := [*root.iterdir(), *Path("/dev/shm").glob(f"{root.name}-*")]:
         assert time.monotonic() < until, f"these are left: {left}"
         time.sleep(0.1)
