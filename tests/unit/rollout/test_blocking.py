@@ -56,7 +56,7 @@ def watched(work):
 
 
 def test_the_line_of_user_code_that_blocks_is_named_with_its_time(monkeypatch):
-    monkeypatch.setattr(blocking_watch, "STUCK_S", 60.0)
+    monkeypatch.setattr(blocking_watch, "STUCK_S", 2.0)
     (blocked,), warned = watched(calls_it(0.4))
     assert blocked.place == line_of(sleepy, "time.sleep")
     assert 0.35 < blocked.seconds < 5
