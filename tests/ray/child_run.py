@@ -229,6 +229,12 @@ class Left:
         return {f"{file.parent.name}/{name}": one for file in files for name, one in load_file(file).items()}
 
 
+def count_journalled(event: str, out: Path) -> int:
+    """How many events of that name the journals of runs in a folder have so far."""
+    journals = [RunFolder(path).journal for path in out.glob("sums-*")]
+    return sum(path.read_text().count(f'"event":"{event}"') for path in journals if path.exists())
+
+
 def assert_same(one: Left, other: Left, *, steps: int) -> None:
     """Both consumed the same, and ended with the same bits."""
     assert one.consumed() == other.consumed()

@@ -31,7 +31,7 @@ from flexmarl.events.serving_events import InstanceReplaced, QueueCounts
 from flexmarl.records import RowState
 from flexmarl.records.ids import split_sample_id, split_trajectory_id
 from flexmarl.records.lifecycle import ROW_TERMINAL
-from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.child_run import Child, Left, assert_same, count_journalled
 
 pytestmark = pytest.mark.ray
 
@@ -114,10 +114,10 @@ class Doomed:
     def wait(self, moment: Moment) -> bool:
         """Until the moment; False if the run ended before it."""
         if moment.event:
-            if not self.child.wait_for(lambda: self._count("run_started"), observing=True):
+            if not self.child.wait_for(lambda: count_journalled("run_started", self._folder), observing=True):
                 return False
             self._observe()
-            if not self.child.wait_for(lambda: self._count(moment.event) >= moment.nth):
+            if not self.child.wait_for(lambda: count_journalled(moment.event, self._folder) >= moment.nth):
                 return False
         began = time.monotonic()
         return self.child.wait_for(lambda: time.monotonic() - began > moment.after_s, observing=not moment.event)
@@ -128,10 +128,6 @@ class Doomed:
         assert {one.pid for one in self.run.events(ProcessStarted)} <= footprint.pids.keys()
         assert footprint.ports, "witness: Ray listens"
         assert footprint.leases, "witness: there are folders to remove"
-
-    def _count(self, event: str) -> int:
-        journal = RunFolder(self.run.path).journal if self.has_begun else None
-        return journal.read_text().count(f'"event":"{event}"') if journal and journal.exists() else 0
 
     def pid_of(self, role: str) -> int:
         """The live process of that role: `controller`, `engine` or `trainer`."""

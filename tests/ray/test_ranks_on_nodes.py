@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from flexmarl.events.run_events import NodeLost, ProcessStarted, WorkerLost
-from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.training_events import Swapped
 from flexmarl.records import WorkerId
-from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.child_run import Child, Left, assert_same, count_journalled
 from tests.ray.conftest import OTHERS, Nodes
 
 pytestmark = pytest.mark.ray
@@ -84,12 +83,7 @@ def node_of_a_rank(out: Path) -> str:
 
 def wait_for(child: Child, out: Path, event: str, times: int) -> None:
     """Until the event was so often in the journal."""
-
-    def count() -> int:
-        journals = [RunFolder(path).journal for path in out.glob("sums-*")]
-        return sum(path.read_text().count(f'"event":"{event}"') for path in journals if path.exists())
-
-    assert child.wait_for(lambda: count() >= times), child.stderr
+    assert child.wait_for(lambda: count_journalled(event, out) >= times), child.stderr
 
 
 def assert_places_are_whole(run: Left) -> None:

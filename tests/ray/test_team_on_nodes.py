@@ -16,9 +16,8 @@ from flexmarl.cluster.backends.mooncake import engine_class
 from flexmarl.config import load_run
 from flexmarl.errors import ConfigError
 from flexmarl.events.run_events import Evaluated, NodeLost, ObjectFetched, ProcessStarted, WorkerLost
-from flexmarl.events.run_folder import RunFolder
 from flexmarl.events.serving_events import InstanceReplaced
-from tests.ray.child_run import Child, Left, assert_same
+from tests.ray.child_run import Child, Left, assert_same, count_journalled
 from tests.ray.conftest import OTHERS, Nodes
 from tests.ray.losses import agent_of
 
@@ -59,15 +58,11 @@ class Spread:
 
     def wait_for(self, event: str, times: int) -> None:
         """Until the event was so often in the journal."""
-        assert self.child.wait_for(lambda: self._count(event) >= times), self.child.stderr
+        assert self.child.wait_for(lambda: count_journalled(event, self._folder) >= times), self.child.stderr
 
     def finish(self) -> Left:
         assert self.child.wait() == 0, self.child.stderr
         return self.run
-
-    def _count(self, event: str) -> int:
-        journals = [RunFolder(path).journal for path in self._folder.glob("sums-*")]
-        return sum(path.read_text().count(f'"event":"{event}') for path in journals if path.exists())
 
 
 @pytest.fixture
