@@ -14,24 +14,26 @@ from flexmarl.cluster.settings import ClusterSettings
 # By default Ray runs its workers at niceness 15: beside other tests they would stand still. Private Rays do the same.
 os.environ |= {"RAY_worker_niceness": "0"}
 
-JOINING = {"somebodys_ray", "shared_nodes", "nodes"}
-"""Fixtures of tests that join a Ray."""
+JOINING = {"nodes": "roomy", "shared_nodes": "nodes", "somebodys_ray": "nodes"}
+"""Fixtures of tests that join a Ray, and which process runs them: one has the nodes that may be killed."""
 
 
-def joins(item: pytest.Item) -> bool:
-    return bool(JOINING & {*getattr(item, "fixturenames", ())})
+def joins(item: pytest.Item) -> str | None:
+    """The process of a test that joins a Ray."""
+    fixtures = getattr(item, "fixturenames", ())
+    return next((process for fixture, process in JOINING.items() if fixture in fixtures), None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Puts those tests first, and in one process, that join a Ray: a process that had a private one cannot.
+    """Puts those tests first, and in processes of their own, that join a Ray: one that had a private Ray cannot.
 
     So nodes are started once, too. Of the others those of one file share a process, and so the run that they compare
     with.
     """
     for item in items:
         if item.get_closest_marker("ray") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("nodes" if joins(item) else item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(joins(item) or item.path.stem))
     yield
     items.sort(key=lambda item: not joins(item))
 

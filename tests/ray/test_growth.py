@@ -17,8 +17,8 @@ from tests.ray.conftest import Nodes
 
 pytestmark = pytest.mark.ray
 
-STEPS = 5
-HELD = 3
+STEPS = 3
+HELD = 2
 """The step that does not begin before an engine has been started: a start takes seconds, how many nobody knows."""
 HELD_CODE = '''
 import asyncio
